@@ -1,3 +1,26 @@
-"""Slipstream: exact speculative decoding, and the lab that proves what it pays."""
+"""Slipstream: exact speculative decoding, and the lab that proves what it pays.
+
+    from slipstream import LLM, SamplingParams
+    print(LLM(drafter="ngram:3").generate("Once upon a time")[0].text)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slipstream.types import Completion, FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.llm import LLM
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "FinishReason", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` is loaded on first use, so that the lab and `--help` start without torch."""
+    if name == "LLM":
+        from slipstream.engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'slipstream' has no attribute {name!r}")

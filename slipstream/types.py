@@ -151,7 +151,16 @@ class Draft:
 
     def row(self, index: int) -> list[int]:
         """Draft tokens of one row, padding removed."""
-        return [int(t) for t in self.tokens[index, : self.lens[index]]]
+        tokens: list[int] = self.tokens[index, : self.lens[index]].tolist()
+        return tokens
+
+    def padded(self, rows: int) -> Draft:
+        """The same draft followed by rows without draft tokens (the law is not extended)."""
+        extra = rows - len(self.lens)
+        if not extra:
+            return self
+        tokens = np.pad(self.tokens, ((0, extra), (0, 0)), constant_values=-1)
+        return Draft(tokens, np.pad(self.lens, (0, extra)), self.law)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +186,15 @@ class Verdict:
     next_tokens: IntArray
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...]
     errors: dict[int, str] = field(default_factory=dict)
+
+    def take(self, indices: Sequence[int]) -> Verdict:
+        """The verdict of some rows, in the order given."""
+        return Verdict(
+            self.accepted[list(indices)],
+            self.next_tokens[list(indices)],
+            tuple(self.logprobs[i] for i in indices),
+            {n: self.errors[i] for n, i in enumerate(indices) if i in self.errors},
+        )
 
 
 # --- what finished steps say --------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import ast
 import statistics
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,9 @@ def test_no_error_is_swallowed(path):
 
 
 def test_tracked_files_fit_thirty_mebibytes():
-    skip = {".git", ".venv", "runs"}
-    total = sum(
-        p.stat().st_size
-        for top in ROOT.iterdir()
-        if top.name not in skip
-        for p in ([top] if top.is_file() else top.rglob("*"))
-        if p.is_file() and "__pycache__" not in p.parts
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
-    assert total < 30 * 2**20
+    files = [ROOT / line for line in listing.stdout.splitlines()]
+    assert files
+    assert sum(f.stat().st_size for f in files if f.is_file()) < 30 * 2**20

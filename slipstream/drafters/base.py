@@ -24,15 +24,15 @@ class Drafter(Protocol):
     """Target layer outputs wanted as features (`hs[i]` indices); empty where none are."""
 
     def open(self, rows: Sequence[Row], features: Any | None) -> None:
-        """Rows whose prompt is now in the target's cache; `row.tokens` already ends in the anchor."""
+        """Rows whose prompt is in the target's cache; `row.tokens` already ends in the anchor."""
         ...
 
     def draft(self, rows: Sequence[Row], draft_lens: IntArray) -> Draft:
-        """Up to `draft_lens[i]` tokens continuing `rows[i].tokens`; fewer, or none, is an answer."""
+        """Up to `draft_lens[i]` tokens continuing `rows[i].tokens`; fewer or none is an answer."""
         ...
 
     def advance(self, rows: Sequence[Row], verdict: Verdict, features: Any | None) -> None:
-        """After a step: `row.tokens` holds the committed tokens. Finished rows are closed instead."""
+        """After a step: `row.tokens` has the committed tokens. Finished rows are closed instead."""
         ...
 
     def close(self, request_ids: Sequence[int]) -> None:

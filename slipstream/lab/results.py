@@ -56,6 +56,7 @@ class CellResult:
     `speedup` compares the headline metric of the cell with the baseline of the same batch of runs:
     ms/token where `users` is 1, total tok/s otherwise. `stage_ms` is milliseconds a step.
     `published_ratio` is only set by reference ledgers: the ratio as its source printed it.
+    `run` names the arm's own run where it differs from its batch; empty means `batch`.
     """
 
     target: str
@@ -85,6 +86,7 @@ class CellResult:
     reasons: tuple[str, ...]
     label: str = ""
     published_ratio: float | None = None
+    run: str = ""
 
     @property
     def cell(self) -> str:

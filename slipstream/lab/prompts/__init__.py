@@ -1,7 +1,7 @@
 """What the lab sends: our own chat and code prompts, generated documents and edits, gate tasks.
 
-Chat and code are finite pools of hand-written prompts with stable ids. Documents, edits, needles and
-JSON tasks are generated: the same seed gives the same text on every machine.
+Chat and code are finite pools of hand-written prompts with stable ids. Documents, edits, needles
+and JSON tasks are generated: the same seed gives the same text on every machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One prompt, a user's own prompt file, and the salt that keeps two prompts from sharing a prefix."""
+"""One prompt, a user's own prompt file, and the salt that keeps prompts from sharing a prefix."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _ROLES = ("system", "user", "assistant")
 class Prompt:
     """What one request sends: chat `messages` (OpenAI shape) or plain `text`, never both.
 
-    `source` is the text an edit prompt asks to copy, empty elsewhere. `id` is stable across releases
-    for our own prompts, so that training can hold some out.
+    `source` is the text an edit prompt asks to copy, empty elsewhere. `id` is stable across
+    releases for our own prompts, so that training can hold some out.
     """
 
     id: str
@@ -44,8 +44,8 @@ def user_prompt(prompt_id: str, content: str, *, source: str = "") -> Prompt:
 def with_salt(prompt: Prompt, salt: str) -> Prompt:
     """`prompt` with the line "[ticket `salt`]" before everything else it says.
 
-    It goes into the very first message, whatever its role, since a prefix cache would otherwise reuse
-    a shared system message. Raises `InvalidConfig` for a salt that is empty or spans lines.
+    It goes into the very first message, whatever its role, since a prefix cache would otherwise
+    reuse a shared system message. Raises `InvalidConfig` for a salt that is empty or spans lines.
     """
     if not salt.strip() or "\n" in salt:
         raise InvalidConfig(f"The salt is {salt!r}; use a short non-empty string on one line.")
@@ -60,8 +60,8 @@ def with_salt(prompt: Prompt, salt: str) -> Prompt:
 def from_file(path: Path) -> list[Prompt]:
     """Prompts of a user's JSONL file, one object a line, blank lines skipped.
 
-    A line holds `{"messages": [...]}` (OpenAI), `{"prompt": "..."}` or `{"text": "..."}`, and may hold
-    `"id"` (default `NAME:LINE`). Other keys are errors, for a misspelled one would go unseen.
+    A line holds `{"messages": [...]}` (OpenAI), `{"prompt": "..."}` or `{"text": "..."}`, and may
+    hold `"id"` (default `NAME:LINE`). Other keys are errors, for a misspelled one would go unseen.
     Raises `InvalidConfig` naming file and line.
     """
     try:
@@ -94,7 +94,7 @@ def _parse_line(line: str, *, where: str, default_id: str) -> Prompt:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise InvalidConfig(f"{where}: not valid JSON ({error}); write one object a line.") from error
+        raise InvalidConfig(f"{where}: invalid JSON ({error}); write one object a line.") from error
     if not isinstance(record, dict):
         raise InvalidConfig(f"{where}: {type(record).__name__} found; each line is a JSON object.")
     unknown = sorted(record.keys() - {"id", "messages", "prompt", "text"})

@@ -1,0 +1,334 @@
+"""The loop: plan, draft, verify, decide, advance. Plain decoding is the drafter `none` in it.
+
+One `step` is one round of the batch with exactly one target forward. Prompt chunks ride in the same
+forward as the verify rows. Nothing here knows a drafter's name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.cache.pages import PageTable
+from slipstream.drafters.base import Drafter
+from slipstream.engine.scheduler import Batch, Scheduler
+from slipstream.engine.sequence import Sequence
+from slipstream.engine.text import NoText, TextStream, TokenText
+from slipstream.engine.verifier import Verifier
+from slipstream.errors import InvalidRequest
+from slipstream.sampling.state import RowSampler
+from slipstream.sampling.uniforms import Uniforms
+from slipstream.sampling.vocabulary import Vocabulary
+from slipstream.target.target import ForwardOutput, ForwardRow, Target
+from slipstream.types import (
+    Completion,
+    Controller,
+    Draft,
+    FinishReason,
+    SamplingParams,
+    StageTimes,
+    StepRecord,
+    Verdict,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step did for one request: new tokens, the new text, and the answer if it ended."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+    text: str
+    completion: Completion | None
+
+
+class _Clock:
+    """Splits a step's wall time into stages."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self.seconds = {"draft": 0.0, "verify": 0.0, "sample": 0.0}
+
+    def lap(self, stage: str | None) -> None:
+        """Book the time since the last lap under `stage`; None leaves it to the host."""
+        now = time.perf_counter()
+        if stage is not None:
+            self.seconds[stage] += now - self._last
+        self._last = now
+
+    def times(self) -> StageTimes:
+        """Stages so far; whatever was not booked is host time."""
+        total = time.perf_counter() - self._start
+        return StageTimes(**self.seconds, host=total - sum(self.seconds.values()))
+
+
+class Engine:
+    """Continuous batching with speculation over one target and one drafter.
+
+    `tokenizer`: a Hugging Face fast tokenizer, or None for targets without text.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        controller: Controller,
+        *,
+        vocabulary: Vocabulary,
+        tokenizer: Any | None,
+        max_users: int = 16,
+        prefill_chunk: int = 512,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.controller = controller
+        self.verifier = Verifier()
+        self.uniforms = Uniforms()
+        self.vocabulary = vocabulary
+        self._text_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+        self._rows: dict[int, Sequence] = {}
+        self._next_id = 0
+        self._fresh_seeds = np.random.SeedSequence()
+        self.steps = 0
+        self.scheduler = Scheduler(
+            target.pool,
+            max_users=max_users,
+            prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
+            on_preempt=self._close_drafts,
+        )
+
+    # --- requests ----------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request is waiting or running."""
+        return bool(self._rows)
+
+    def submit(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        *,
+        index: int = 0,
+        arrived: float | None = None,
+    ) -> int:
+        """Queue one request and return its id. `arrived`: client clock, time.perf_counter().
+
+        Raises `InvalidRequest` for an empty or overlong prompt, unknown token ids, or sampling
+        values that do not fit the model; other requests are unharmed.
+        """
+        self._check_prompt(prompt)
+        if params.stop and self._text_tokenizer is None:
+            raise InvalidRequest(
+                f"stop is {params.stop!r}, but this target has no tokenizer; use stop_token_ids."
+            )
+        request_id = self._next_id
+        row = Sequence(
+            request_id=request_id,
+            index=index,
+            tokens=list(prompt),
+            prompt_len=len(prompt),
+            params=params,
+            seed=self._seed(params, index),
+            sampler=RowSampler(params, self.vocabulary, prompt),
+            table=PageTable(
+                self.target.pool,
+                expected_tokens=min(
+                    len(prompt) + params.max_tokens + self.drafter.max_draft_len, self._capacity
+                ),
+            ),
+            stream=self._stream(params),
+            stop_ids=self._stop_ids(params),
+            max_context=self.target.config.max_context,
+            arrived=time.perf_counter() if arrived is None else arrived,
+        )
+        self._next_id += 1
+        self._rows[request_id] = row
+        self.scheduler.add(row)
+        return request_id
+
+    def cancel(self, request_id: int) -> Completion | None:
+        """End a request now; None if it is not running (any more)."""
+        row = self._rows.get(request_id)
+        if row is None:
+            return None
+        row.finish_reason = FinishReason.CANCELLED
+        return self._finish(row)
+
+    def reset(self) -> None:
+        """Forget reusable prefixes and what the drafter kept across requests."""
+        self.target.pool.reset_prefixes()
+        self.drafter.reset()
+
+    # --- the loop ----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """One round of the batch: one target forward, every row advanced by at least one token."""
+        clock = _Clock()
+        batch = self.scheduler.schedule()
+        outputs = self._finish_exhausted()
+        if not batch.decoding and not batch.chunks:
+            return outputs
+        clock.lap(None)
+        plan = self._reserve(batch, self.controller.plan(batch.decoding))
+        draft = self.drafter.draft(batch.decoding, plan).padded(len(batch.rows))
+        clock.lap("draft")
+        scores = self._verify(batch, draft)
+        clock.lap("verify")
+        verdict = self.verifier.verify(batch.rows, draft, scores.logits, self.uniforms)
+        clock.lap("sample")
+        records = self._advance(batch, draft, verdict, scores, clock)
+        self.controller.observe(records)
+        return outputs + self._emit(batch.rows, records)
+
+    def _reserve(self, batch: Batch, plan: Any) -> Any:
+        for i, row in enumerate(batch.decoding):
+            if plan[i]:
+                plan[i] = self.scheduler.reserve_draft(row, int(plan[i]))
+        return plan
+
+    def _verify(self, batch: Batch, draft: Draft) -> ForwardOutput:
+        """One forward over [anchor + draft tokens] of decoding rows and over prompt chunks."""
+        rows = []
+        for i, row in enumerate(batch.decoding):
+            tokens = [row.tokens[-1], *draft.row(i)]
+            rows.append(ForwardRow(tokens, row.computed, row.table.pages, len(tokens)))
+        ending = [c for c in batch.chunks if c.ends_prompt]
+        for chunk in ending + [c for c in batch.chunks if not c.ends_prompt]:
+            row, start = chunk.row, chunk.row.computed
+            tokens = row.tokens[start : start + chunk.length]
+            rows.append(ForwardRow(tokens, start, row.table.pages, int(chunk.ends_prompt)))
+        return self.target.forward(rows)
+
+    def _advance(
+        self,
+        batch: Batch,
+        draft: Draft,
+        verdict: Verdict,
+        scores: ForwardOutput,
+        clock: _Clock,
+    ) -> list[StepRecord]:
+        """Commit, stop, roll back caches by length, tell the drafter; one record a row."""
+        ending = batch.ending
+        for chunk in batch.chunks:
+            chunk.row.computed += chunk.length
+        facts = [
+            self._commit(row, i, draft, verdict, decoded=i < len(batch.decoding))
+            for i, row in enumerate(batch.rows)
+        ]
+        for row in ending:
+            self.scheduler.publish(row)
+        clock.lap(None)
+        self._tell_drafter(batch, verdict, scores)
+        clock.lap("draft")
+        times, prefilled = clock.times(), sum(c.length for c in batch.chunks)
+        records = [
+            StepRecord(self.steps, *fact, len(batch.rows), prefilled, times) for fact in facts
+        ]
+        for row, record in zip(batch.rows, records, strict=True):
+            row.records.append(record)
+        self.steps += 1
+        return records
+
+    def _commit(
+        self, row: Sequence, i: int, draft: Draft, verdict: Verdict, *, decoded: bool
+    ) -> tuple[int, bool, int, int, int, int]:
+        """Commit one row's verdict; (request, prefill, depth, drafted, accepted, committed)."""
+        depth, accepted = len(row.tokens), int(verdict.accepted[i])
+        drafted = int(draft.lens[i])
+        if i in verdict.errors:
+            row.finish_reason, row.error = FinishReason.ERROR, verdict.errors[i]
+            row.computed = 0  # its keys and values may be broken: nobody may reuse them
+            return row.request_id, not decoded, depth, drafted, 0, 0
+        tokens = [*draft.row(i)[:accepted], int(verdict.next_tokens[i])]
+        committed = row.commit(tokens, verdict.logprobs[i])
+        if decoded:
+            # The anchor and the accepted tokens are in the cache; a rejected token's entries lie
+            # past `computed` and are overwritten by the next forward.
+            row.computed += min(committed, accepted + 1)
+        return row.request_id, not decoded, depth, drafted, accepted, committed
+
+    def _tell_drafter(self, batch: Batch, verdict: Verdict, scores: ForwardOutput) -> None:
+        kept = [i for i, r in enumerate(batch.decoding) if r.finish_reason is None]
+        if kept:
+            rows = [batch.decoding[i] for i in kept]
+            self.drafter.advance(rows, verdict.take(kept), scores.features)
+        opened = [r for r in batch.ending if r.finish_reason is None]
+        for row in opened:
+            row.opened = True
+        if opened:
+            self.drafter.open(opened, scores.features)
+
+    # --- endings -----------------------------------------------------------------------------
+
+    def _emit(self, rows: Seq[Sequence], records: Seq[StepRecord]) -> list[StepOutput]:
+        outputs = []
+        for row, record in zip(rows, records, strict=True):
+            done = row.finish_reason is not None
+            tokens = tuple(row.tokens[len(row.tokens) - record.committed :])
+            text = row.stream.delta(finished=done)
+            completion = self._finish(row) if done else None
+            outputs.append(StepOutput(row.request_id, tokens, text, completion))
+        return outputs
+
+    def _finish(self, row: Sequence) -> Completion:
+        self._close_drafts(row)
+        self.scheduler.remove(row)
+        del self._rows[row.request_id]
+        return row.completion()
+
+    def _finish_exhausted(self) -> list[StepOutput]:
+        rows, self.scheduler.exhausted = self.scheduler.exhausted, []
+        return [StepOutput(r.request_id, (), "", self._finish(r)) for r in rows]
+
+    def _close_drafts(self, row: Sequence) -> None:
+        if row.opened:
+            self.drafter.close([row.request_id])
+            row.opened = False
+
+    # --- checks ------------------------------------------------------------------------------
+
+    @property
+    def _capacity(self) -> int:
+        pool = self.target.pool
+        return int(min(pool.num_pages * pool.page_size, self.target.config.max_context))
+
+    def _check_prompt(self, prompt: Seq[int]) -> None:
+        if not prompt:
+            raise InvalidRequest("The prompt is empty (0 tokens); give at least one token.")
+        if len(prompt) >= self._capacity:
+            raise InvalidRequest(
+                f"The prompt has {len(prompt)} tokens; this engine holds {self._capacity} including "
+                "the answer. Shorten the prompt or raise kv_tokens (up to the model's context)."
+            )
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self.vocabulary.size:
+            raise InvalidRequest(
+                f"The prompt holds token id {low if low < 0 else high}; this model's ids are 0 to "
+                f"{self.vocabulary.size - 1}."
+            )
+
+    def _seed(self, params: SamplingParams, index: int) -> int:
+        """Key of a request's uniforms; answers 1.. of one request get keys derived from its seed."""
+        if params.seed is None:
+            return int(self._fresh_seeds.spawn(1)[0].generate_state(1, np.uint64)[0] >> 1)
+        if index == 0:
+            return params.seed
+        return int(np.random.SeedSequence((params.seed, index)).generate_state(1, np.uint64)[0] >> 1)
+
+    def _stream(self, params: SamplingParams) -> TextStream:
+        if self._text_tokenizer is None:
+            return NoText()
+        return TokenText(self._text_tokenizer, params.stop)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = () if params.ignore_eos else self.vocabulary.eos_ids
+        return frozenset((*eos, *params.stop_token_ids))

@@ -1,0 +1,232 @@
+"""The offline API: `LLM(model, drafter=...).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from slipstream.cache.pages import PageTable
+from slipstream.control.static import StaticController
+from slipstream.drafters.specs import DrafterContext, build
+from slipstream.engine.engine import Engine, StepOutput
+from slipstream.errors import InvalidConfig, InvalidRequest, ModelError
+from slipstream.models.loading import EMBEDDED, LoadedModel, load
+from slipstream.sampling.vocabulary import Vocabulary
+from slipstream.target.target import ForwardRow, Target
+from slipstream.types import Completion, SamplingParams
+
+Prompt: TypeAlias = str | Seq[int] | Seq[Mapping[str, str]]
+"""Raw text, token ids, or chat messages (`{"role": ..., "content": ...}`)."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+PAGE_SIZE = 16
+SCORE_POSITIONS = 128  # logits held at once while scoring: 128 x 49,152 floats are 25 MB
+
+
+class LLM:
+    """A model, a drafter and an engine.
+
+    `model`: "smollm2-135m" (embedded), a local Hugging Face directory or a GGUF file.
+    `drafter`: a spec such as "none", "ngram:3", "suffix", "draft_model:PATH:4".
+    `kv_tokens`: positions the paged cache holds, all users together (default: what the users can
+    need, within half of the free memory). `dtype`: bfloat16 (default) or float32; a `LoadedModel`
+    brings its own. `threads`: torch threads (default: torch's choice).
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = EMBEDDED,
+        *,
+        drafter: str = "none",
+        dtype: str | None = None,
+        max_users: int = 16,
+        kv_tokens: int | None = None,
+        prefix_cache: bool = True,
+        prefill_chunk: int = 512,
+        threads: int | None = None,
+    ) -> None:
+        if not 1 <= max_users <= 64:
+            raise InvalidConfig(f"max_users is {max_users}; allowed: 1 to 64.")
+        if prefill_chunk < 1:
+            raise InvalidConfig(f"prefill_chunk is {prefill_chunk}; allowed: 1 or more.")
+        if threads is not None:
+            if threads < 1:
+                raise InvalidConfig(f"threads is {threads}; allowed: 1 or more.")
+            torch.set_num_threads(threads)
+        self.loaded = _load(model, dtype)
+        self._settings: dict[str, Any] = {
+            "max_users": max_users,
+            "kv_tokens": kv_tokens,
+            "prefix_cache": prefix_cache,
+            "prefill_chunk": prefill_chunk,
+        }
+        self.tokenizer = self.loaded.tokenizer
+        config = self.loaded.model.config
+        tokens = kv_tokens or _default_kv_tokens(self.loaded, max_users)
+        target = Target(self.loaded, num_pages=-(-tokens // PAGE_SIZE), page_size=PAGE_SIZE)
+        context = DrafterContext(
+            vocab_size=config.vocab_size,
+            max_context=config.max_context,
+            tokenizer=self.tokenizer,
+            dtype=self.loaded.model.dtype,
+            max_users=max_users,
+            device="cpu",
+        )
+        self.drafter = build(drafter, context=context)
+        vocabulary = Vocabulary.from_tokenizer(
+            self.tokenizer, size=config.vocab_size, eos_ids=config.eos_token_ids
+        )
+        self.engine = Engine(
+            target,
+            self.drafter,
+            StaticController(self.drafter.max_draft_len, max_context=config.max_context),
+            vocabulary=vocabulary,
+            tokenizer=self.tokenizer,
+            max_users=max_users,
+            prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
+        )
+
+    def fork(self, drafter: str, **changes: Any) -> LLM:
+        """Another engine on the same weights (shared, nothing else is) with another drafter."""
+        return LLM(self.loaded, drafter=drafter, **{**self._settings, **changes})
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; messages go through the model's chat template."""
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt).input_ids)
+        items = list(prompt)
+        if not all(isinstance(m, Mapping) for m in items):
+            return [_token_id(t) for t in items]
+        if not items:
+            return []
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                f"{self.loaded.name} has no chat template; give text or token ids, not messages."
+            )
+        text = self.tokenizer.apply_chat_template(items, tokenize=False, add_generation_prompt=True)
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Answer every prompt; `params.n` answers each, in prompt order, then by `index`.
+
+        Raises `InvalidRequest` before anything runs if a prompt cannot be served.
+        """
+        ids = self._submit_all(prompts, params)
+        done = {o.request_id: o.completion for o in self._run(ids) if o.completion}
+        return [done[i] for i in ids]
+
+    def stream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> Iterator[StepOutput]:
+        """The same, step by step: new tokens and text per request, the completion with the last.
+
+        Leaving the iterator early cancels what still runs.
+        """
+        return self._run(self._submit_all(prompts, params))
+
+    def _run(self, ids: Seq[int]) -> Iterator[StepOutput]:
+        open_ids = set(ids)
+        try:
+            while open_ids:
+                for output in self.engine.step():
+                    if output.completion:
+                        open_ids.discard(output.request_id)
+                    yield output
+        finally:
+            for request_id in open_ids:
+                self.engine.cancel(request_id)
+
+    def _submit_all(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[int]:
+        many = as_prompts(prompts)
+        each = [params or SamplingParams()] * len(many)
+        if params is not None and not isinstance(params, SamplingParams):
+            each = list(params)
+        if len(each) != len(many):
+            raise InvalidRequest(f"{len(each)} params for {len(many)} prompts; give one or as many.")
+        ids: list[int] = []
+        try:
+            for prompt, p in zip(many, each, strict=True):
+                tokens = self.encode(prompt)
+                ids += [self.engine.submit(tokens, p, index=i) for i in range(p.n)]
+        except Exception:
+            for request_id in ids:
+                self.engine.cancel(request_id)
+            raise
+        return ids
+
+    @torch.inference_mode()
+    def score(self, prompt: Seq[int], output: Seq[int]) -> tuple[list[float], list[int]]:
+        """Teacher-forced top-2 logit margin and argmax at each output position (plain logits)."""
+        target, tokens = self.engine.target, [*prompt, *output]
+        table = PageTable(target.pool, expected_tokens=len(tokens))
+        if not table.reserve(len(tokens)):
+            raise InvalidRequest(
+                f"Scoring needs room for {len(tokens)} tokens and the cache is full; raise kv_tokens."
+            )
+        margins: list[float] = []
+        best: list[int] = []
+        try:
+            # Position i's logits come from feeding token i - 1; the last token is never fed.
+            start = 0
+            while start < len(tokens) - 1:
+                end = min(start + SCORE_POSITIONS, len(tokens) - 1)
+                wanted = min(end - start, max(0, end - (len(prompt) - 1)))
+                rows = [ForwardRow(tokens[start:end], start, table.pages, wanted)]
+                top = target.forward(rows).logits.float().topk(2, dim=-1)
+                margins += (top.values[:, 0] - top.values[:, 1]).tolist()
+                best += top.indices[:, 0].tolist()
+                start = end
+        finally:
+            table.release()
+        return margins, best
+
+
+def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list. A list of ids or of messages is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(i, (int, Mapping)) for i in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[arg-type]
+
+
+def _token_id(token: object) -> int:
+    if not isinstance(token, int) or isinstance(token, bool):
+        raise InvalidRequest(
+            f"A prompt is text, token ids or messages, not a list holding {token!r}."
+        )
+    return token
+
+
+def _load(model: str | Path | LoadedModel, dtype: str | None) -> LoadedModel:
+    if dtype is not None and dtype not in DTYPES:
+        raise InvalidConfig(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    if not isinstance(model, LoadedModel):
+        return load(model, dtype=DTYPES[dtype or "bfloat16"])
+    if dtype is not None and model.model.dtype is not DTYPES[dtype]:
+        raise InvalidConfig(
+            f"dtype is {dtype!r}, but {model.name} is loaded as {model.model.dtype}; load it again."
+        )
+    return model
+
+
+def _default_kv_tokens(loaded: LoadedModel, max_users: int) -> int:
+    config = loaded.model.config
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(max(2 * PAGE_SIZE, min(max_users * config.max_context, free // 2 // per_token)))

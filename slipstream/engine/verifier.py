@@ -1,0 +1,264 @@
+"""Which draft tokens hold, and the token that follows them. Pure: randomness comes in as uniforms.
+
+One-hot law: the token at each position is drawn from `target_probs` as if nothing had been drafted,
+and a draft token holds iff it is that token. The output then depends on the seed alone, not on what
+or how much was drafted. Dense and top-k laws: a draft token holds with probability
+min(1, target / draft); after a rejection the recovered token comes from the residual, after a full
+run the bonus token from `target_probs`. Greedy rows: a draft token holds iff it is the argmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.sampling.accept import accepts, invert_cdf, residual
+from slipstream.sampling.probs import argmax, draw, process_logits, shape_probs
+from slipstream.sampling.uniforms import Purpose, Uniforms
+from slipstream.types import (
+    Dense,
+    Draft,
+    DraftLaw,
+    IntArray,
+    OneHot,
+    Row,
+    SamplingParams,
+    TokenLogprobs,
+    TopK,
+    Verdict,
+)
+
+
+class Verifier:
+    """Turns the target's logits over a draft into a `Verdict`. Holds no state."""
+
+    def verify(
+        self, rows: Sequence[Row], draft: Draft, logits: Tensor, uniforms: Uniforms
+    ) -> Verdict:
+        """Decide one step.
+
+        `logits`: float [sum(draft.lens + 1), vocab]; row i's are `lens[i] + 1` consecutive ones,
+        the first for the token after its anchor. Rows whose logits cannot be sampled get an entry
+        in `Verdict.errors`, 0 accepted and next token -1; other rows are unharmed.
+        Raises ValueError where the count of logits rows does not fit the draft.
+        """
+        flat = _Flat.of(rows, draft)
+        if len(logits) != len(flat.owner):
+            raise ValueError(f"{len(logits)} rows of logits for {len(flat.owner)} positions")
+        with torch.inference_mode():
+            raw = logits.detach().float()
+            scores = _processed(rows, draft, flat, raw)
+            likeliest, peaks = argmax(scores)
+            broken = ~np.isfinite(peaks)
+            if scores is not raw:  # a ban may hide a NaN
+                broken |= ~np.isfinite(argmax(raw)[1])
+            if broken.any():  # neutral values, so that the others can be sampled together
+                scores = scores.clone()
+                scores[torch.from_numpy(broken)] = 0.0
+            scored = _Scored(rows, flat, scores, likeliest, uniforms)
+            accepted, following = scored.decide(draft.law)
+            errors = _errors(rows, flat, accepted, broken, raw)
+            for row in errors:
+                accepted[row], following[row] = 0, -1
+            logprobs = _logprobs(rows, flat, accepted, following, raw, errors)
+        return Verdict(accepted, following, logprobs, errors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """A ragged draft as flat positions: int64 [positions] each, `starts` int64 [rows].
+
+    `proposed` is the draft token at a position, -1 at each row's last one, which has none.
+    """
+
+    starts: IntArray
+    owner: IntArray
+    depth: IntArray
+    proposed: IntArray
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], draft: Draft) -> _Flat:
+        counts = draft.lens + 1
+        starts = np.cumsum(counts) - counts
+        owner = np.repeat(np.arange(len(rows)), counts)
+        depth = np.arange(len(owner)) - starts[owner]
+        proposed = np.full(len(owner), -1, np.int64)
+        inside = depth < draft.lens[owner]
+        proposed[inside] = draft.tokens[owner[inside], depth[inside]]
+        return cls(starts, owner, depth, proposed)
+
+    def leading(self, held: NDArray[np.bool_]) -> IntArray:
+        """How many draft tokens of each row hold before the first that does not."""
+        stops = np.where(held, np.iinfo(np.int64).max, self.depth)
+        return np.minimum.reduceat(stops, self.starts)
+
+
+def _processed(rows: Sequence[Row], draft: Draft, flat: _Flat, raw: Tensor) -> Tensor:
+    if all(row.sampler.plain for row in rows):
+        return raw
+    drafted = [draft.row(i) for i in range(len(rows))]
+    prefixes = [drafted[i][:j] for i, j in zip(flat.owner, flat.depth, strict=True)]
+    return process_logits(raw, [rows[i].sampler for i in flat.owner], prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Processed scores float32 [positions, vocab] of a step, and what it takes to draw from them.
+
+    `likeliest`: int64 [positions], the argmax of each.
+    """
+
+    rows: Sequence[Row]
+    flat: _Flat
+    scores: Tensor
+    likeliest: IntArray
+    uniforms: Uniforms
+
+    def decide(self, law: DraftLaw) -> tuple[IntArray, IntArray]:
+        """Accepted counts and next tokens, int64 [rows] each."""
+        flat, chosen = self.flat, self.likeliest.copy()
+        greedy = np.array([row.params.greedy for row in self.rows], np.bool_)
+        sampled = np.flatnonzero(~greedy[flat.owner])
+        if not len(sampled) or isinstance(law, OneHot):
+            chosen[sampled] = self.draw(sampled)
+            accepted = flat.leading(chosen == flat.proposed)
+            return accepted, chosen[flat.starts + accepted]
+        held = chosen == flat.proposed
+        drafted = sampled[flat.proposed[sampled] >= 0]
+        target = shape_probs(self.scores[torch.from_numpy(drafted)], self.params(drafted))
+        held[drafted] = self.held(law, drafted, target)
+        accepted = flat.leading(held)
+        ends = flat.starts + accepted
+        drawn = ends[~greedy]
+        bonus, fell = drawn[flat.proposed[drawn] < 0], drawn[flat.proposed[drawn] >= 0]
+        chosen[bonus] = self.draw(bonus)
+        chosen[fell] = self.recover(law, fell, target[np.searchsorted(drafted, fell)])
+        return accepted, chosen[ends]
+
+    def draw(self, where: IntArray) -> IntArray:
+        """Tokens from the target's own law at some positions."""
+        if not len(where):
+            return where
+        everywhere = len(where) == len(self.scores)
+        scores = self.scores if everywhere else self.scores[torch.from_numpy(where)]
+        return draw(scores, self.params(where), self.uniform(where, Purpose.NEXT))
+
+    def held(self, law: Dense | TopK, where: IntArray, target_probs: Tensor) -> NDArray[np.bool_]:
+        """Whether the draft token at each position holds; `target_probs` [len(where), vocab]."""
+        tokens = torch.from_numpy(self.flat.proposed[where]).to(target_probs.device)
+        target = target_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        draft = _draft_prob(law, self.flat, where, tokens)
+        uniforms = torch.from_numpy(self.uniform(where, Purpose.ACCEPT)).to(target.device)
+        held: NDArray[np.bool_] = accepts(draft, target, uniforms).cpu().numpy()
+        return held
+
+    def recover(self, law: Dense | TopK, where: IntArray, target_probs: Tensor) -> IntArray:
+        """Tokens from the residual, for positions whose draft token fell."""
+        laws = residual(_draft_probs(law, self.flat, where, target_probs), target_probs)
+        uniforms = torch.from_numpy(self.uniform(where, Purpose.NEXT))
+        tokens: IntArray = invert_cdf(laws, uniforms).cpu().numpy()
+        return tokens
+
+    def params(self, where: IntArray) -> list[SamplingParams]:
+        """Sampling params of the requests that own some positions."""
+        return [self.rows[row].params for row in self.flat.owner[where]]
+
+    def uniform(self, where: IntArray, purpose: Purpose) -> NDArray[np.float64]:
+        """Keyed by the owner's seed and the index the token will have in `row.tokens`."""
+        owner = self.flat.owner[where]
+        seeds = np.array([row.seed for row in self.rows], np.int64)
+        lengths = np.array([len(row.tokens) for row in self.rows], np.int64)
+        return self.uniforms(seeds[owner], lengths[owner] + self.flat.depth[where], purpose)
+
+
+def _draft_prob(law: Dense | TopK, flat: _Flat, where: IntArray, tokens: Tensor) -> Tensor:
+    """Draft probability of the drafted tokens, float [n]."""
+    at = torch.from_numpy(flat.owner[where]), torch.from_numpy(flat.depth[where])
+    if isinstance(law, Dense):
+        dense: Tensor = law.probs[(*at, tokens)]
+        return dense
+    hits: Tensor = law.ids[at] == tokens.unsqueeze(-1)
+    kept: Tensor = law.probs[at]
+    return (kept * hits).sum(-1)
+
+
+def _draft_probs(law: Dense | TopK, flat: _Flat, where: IntArray, like: Tensor) -> Tensor:
+    """Draft law at some positions, shaped as `like` [n, vocab]; zero outside a top-k law's ids."""
+    at = torch.from_numpy(flat.owner[where]), torch.from_numpy(flat.depth[where])
+    kept: Tensor = law.probs[at].to(like)
+    if isinstance(law, Dense):
+        return kept
+    return torch.zeros_like(like).scatter_add_(-1, law.ids[at], kept)
+
+
+def _errors(
+    rows: Sequence[Row],
+    flat: _Flat,
+    accepted: IntArray,
+    broken: NDArray[np.bool_],
+    raw: Tensor,
+) -> dict[int, str]:
+    """Sentences for rows that reached a broken position; plain decoding never sees the others."""
+    errors: dict[int, str] = {}
+    for at in np.flatnonzero(broken):
+        row = int(flat.owner[at])
+        if flat.depth[at] <= accepted[row] and row not in errors:
+            errors[row] = _sentence(rows[row], int(flat.depth[at]), raw[at])
+    return errors
+
+
+def _sentence(row: Row, depth: int, logits: Tensor) -> str:
+    position = len(row.tokens) + depth
+    if not bool(torch.isfinite(logits.max())):
+        kind = "NaN" if bool(torch.isnan(logits).any()) else "infinite"
+        return (
+            f"The target produced {kind} logits at position {position} of request "
+            f"{row.request_id}; check its weights and dtype."
+        )
+    grammar = row.sampler.grammar
+    if grammar is not None and grammar.error:
+        return f"{grammar.error} Simplify the grammar of request {row.request_id}."
+    return (
+        f"bad_words, min_tokens and logit_bias leave no token at position {position} of request "
+        f"{row.request_id}; relax them."
+    )
+
+
+def _logprobs(
+    rows: Sequence[Row],
+    flat: _Flat,
+    accepted: IntArray,
+    following: IntArray,
+    raw: Tensor,
+    errors: dict[int, str],
+) -> tuple[tuple[TokenLogprobs, ...] | None, ...]:
+    """Of accepted and next tokens, from the unprocessed logits, for the rows that ask."""
+    found: list[tuple[TokenLogprobs, ...] | None] = [None] * len(rows)
+    for i, row in enumerate(rows):
+        count = row.params.logprobs
+        if count is None or i in errors:
+            continue
+        span = slice(int(flat.starts[i]), int(flat.starts[i] + accepted[i] + 1))
+        tokens = np.append(flat.proposed[span][:-1], following[i])
+        found[i] = _token_logprobs(raw[span], torch.from_numpy(tokens).to(raw.device), count)
+    return tuple(found)
+
+
+def _token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprobs, ...]:
+    """`logits`: float32 [n, vocab], `tokens`: int64 [n]; `count` alternatives each."""
+    logs = torch.log_softmax(logits, -1)
+    chosen = logs.gather(-1, tokens.unsqueeze(-1))
+    ranks = (logs > chosen).sum(-1) + 1
+    top, ids = logs.topk(min(count, logs.shape[-1]), -1)
+    likeliest = zip(ids.tolist(), top.tolist(), strict=True)
+    return tuple(
+        TokenLogprobs(token, logprob, rank, tuple(zip(*pair, strict=True)))
+        for token, logprob, rank, pair in zip(
+            tokens.tolist(), chosen.squeeze(-1).tolist(), ranks.tolist(), likeliest, strict=True
+        )
+    )

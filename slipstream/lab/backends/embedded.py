@@ -1,0 +1,152 @@
+"""The engine of this package, in this process. The only file of the lab that reaches it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from slipstream.engine import LLM
+from slipstream.engine.llm import DTYPES
+from slipstream.errors import InvalidConfig
+from slipstream.lab.backends.base import Scores, TargetInfo
+from slipstream.lab.samples import Request, Sample
+from slipstream.models.loading import LoadedModel
+from slipstream.types import Completion, Timings
+
+TINY = "tiny"
+TINY_CONTEXT = 16384
+MAX_USERS = 64
+
+
+class Embedded:
+    """Implements `Backend`: one `LLM` an arm, forks of one, so that weights are shared."""
+
+    def __init__(self, target: str, *, dtype: str, threads: int | None) -> None:
+        model = _tiny(dtype) if target == TINY else target
+        self._base = LLM(model, dtype=dtype, max_users=1, kv_tokens=64, threads=threads)
+        self._arms: dict[str, LLM] = {}
+        self._target, self._dtype = target, dtype
+
+    @property
+    def info(self) -> TargetInfo:
+        """Name, weights and limits of the loaded model."""
+        loaded = self._base.loaded
+        return TargetInfo(
+            target=self._target,
+            fingerprint=loaded.fingerprint,
+            dtype=self._dtype,
+            threads=torch.get_num_threads(),
+            context=loaded.model.config.max_context,
+            chat_template=bool(getattr(self._base.tokenizer, "chat_template", None)),
+            random_weights=self._target == TINY,
+        )
+
+    def open(self, arms: Sequence[str], *, users: int, kv_tokens: int) -> dict[str, dict[str, Any]]:
+        """Fork an engine for every arm; all settings but the drafter are alike."""
+        if users > MAX_USERS:
+            raise InvalidConfig(f"The embedded engine serves 1 to {MAX_USERS} users, not {users}.")
+        shared = {"max_users": users, "kv_tokens": kv_tokens, "prefix_cache": True}
+        self._arms = {arm: self._base.fork(arm, **shared) for arm in arms}
+        return {arm: {"drafter": llm.drafter.name, **shared} for arm, llm in self._arms.items()}
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of plain text, without special ones."""
+        return len(self._base.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def reset(self, arm: str) -> None:
+        """Drop the arm's reusable prefixes and its drafter's memory."""
+        self._arms[arm].engine.reset()
+
+    def run(self, arm: str, requests: Sequence[Request], *, users: int) -> list[Sample]:
+        """Closed loop, timed where a client would stand: at submit and after each step."""
+        llm = self._arms[arm]
+        prompts = [_encode(llm, request) for request in requests]
+        clients: dict[int, _Client] = {}
+        waiting = deque(range(len(requests)))
+        running = 0
+        try:
+            while waiting or running:
+                while waiting and running < users:
+                    index = waiting.popleft()
+                    arrived = time.perf_counter()
+                    request_id = llm.engine.submit(
+                        prompts[index], requests[index].params, arrived=arrived
+                    )
+                    clients[request_id] = _Client(requests[index], len(prompts[index]), arrived)
+                    running += 1
+                running -= _step(llm, clients)
+        finally:
+            for request_id, client in clients.items():
+                if client.completion is None:
+                    llm.engine.cancel(request_id)
+        return [client.sample() for client in clients.values()]
+
+    def score(self, request: Request, token_ids: Sequence[int]) -> Scores:
+        """Teacher-forced margins on the shared weights, one forward without drafts."""
+        llm = next(iter(self._arms.values()))
+        margins, argmax = llm.score(_encode(llm, request), list(token_ids))
+        return Scores(tuple(margins), tuple(argmax))
+
+    def close(self) -> None:
+        """Let the engines' caches go."""
+        self._arms = {}
+
+
+def _tiny(dtype: str) -> LoadedModel:
+    """A random model with room for real prompts, of which its byte tokenizer makes long ones."""
+    from slipstream.models.tiny import tiny_model
+
+    if dtype not in DTYPES:
+        raise InvalidConfig(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    return tiny_model(dtype=DTYPES[dtype], max_position_embeddings=TINY_CONTEXT)
+
+
+class _Client:
+    """One request from its sender's side."""
+
+    def __init__(self, request: Request, prompt_tokens: int, arrived: float) -> None:
+        self.request, self.prompt_tokens, self.arrived = request, prompt_tokens, arrived
+        self.times: list[float] = []
+        self.chunks: list[int] = []
+        self.completion: Completion | None = None
+
+    def sample(self) -> Sample:
+        """The finished request as a row of the ledger."""
+        done = self.completion
+        assert done is not None
+        return Sample(
+            id=self.request.id,
+            text=done.text,
+            finish=done.finish_reason.value,
+            timings=Timings(self.arrived, tuple(self.times), tuple(self.chunks)),
+            seed=self.request.params.seed,
+            prompt_tokens=self.prompt_tokens,
+            token_ids=tuple(done.token_ids),
+            records=done.records,
+            error=done.error,
+        )
+
+
+def _step(llm: LLM, clients: dict[int, _Client]) -> int:
+    """One round of the engine; returns how many requests ended in it."""
+    outputs = llm.engine.step()
+    now = time.perf_counter()
+    ended = 0
+    for output in outputs:
+        client = clients[output.request_id]
+        if output.tokens:
+            client.times.append(now)
+            client.chunks.append(len(output.tokens))
+        if output.completion is not None:
+            client.completion = output.completion
+            ended += 1
+    return ended
+
+
+def _encode(llm: LLM, request: Request) -> list[int]:
+    prompt = request.prompt
+    return llm.encode(list(prompt.messages) if prompt.messages is not None else prompt.text or "")

@@ -1,0 +1,137 @@
+"""Hugging Face directories: config.json, safetensors (one file or shards), checked before use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.models.config import ModelConfig, from_hf
+from slipstream.models.dense import Model, build, expected_shapes
+
+_SAMPLES, _SAMPLE_BYTES = 256, 1 << 16
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model directory. Raises `ModelError` where it is missing or broken."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}; is it a model directory?") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); download the model again.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds no JSON object; download the model again.")
+    return content
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """The model's config; `generation_config.json` overrides its end-of-sequence ids."""
+    hf = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        eos = read_json(generation).get("eos_token_id")
+        hf = hf | ({"eos_token_id": eos} if eos is not None else {})
+    return from_hf(hf, source=str(directory))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a directory, as its index says. Raises `ModelError` if one lacks."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    else:
+        names = ["model.safetensors"]
+    missing = [n for n in names if not (directory / n).is_file()]
+    if missing or not names:
+        raise ModelError(
+            f"{directory} has no {missing[0] if missing else 'weights'}; only safetensors weights "
+            "are read: download the model again or convert it."
+        )
+    return [directory / n for n in names]
+
+
+def load_directory(
+    directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Build the model from its safetensors, casting tensor by tensor."""
+    with ExitStack() as stack:
+        handles: dict[str, Any] = {}
+        for path in weight_files(directory):
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(
+                    f"{path} is corrupt or truncated ({error}); download it again."
+                ) from error
+            handles |= dict.fromkeys(handle.keys(), handle)
+        shapes = {n: tuple(h.get_slice(n).get_shape()) for n, h in handles.items()}
+        check_tensors(shapes, config, source=str(directory))
+        return build(
+            config, lambda name: handles[name].get_tensor(name).to(device=device, dtype=dtype)
+        )
+
+
+def build_from_memory(
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    *,
+    source: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Model:
+    """Build the model from tensors already in memory."""
+    check_tensors({n: tuple(t.shape) for n, t in tensors.items()}, config, source=source)
+    get: Callable[[str], Tensor] = lambda n: tensors[n].to(device=device, dtype=dtype)  # noqa: E731
+    return build(config, get)
+
+
+def check_tensors(
+    shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, *, source: str
+) -> None:
+    """Raise `ModelError` naming the first missing, unexpected or wrongly shaped tensor."""
+    expected = expected_shapes(config)
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise ModelError(
+                f"{source} lacks the tensor {name}; its weights do not fit its config."
+            )
+        if shapes[name] != shape:
+            raise ModelError(
+                f"{source} has {name} of shape {shapes[name]}, its config says {shape}; "
+                "weights and config belong to different models."
+            )
+    spare = {"lm_head.weight"} if config.tied else set()
+    for name in shapes:
+        if name not in expected and name not in spare and not name.endswith("rotary_emb.inv_freq"):
+            raise ModelError(
+                f"{source} holds the unexpected tensor {name}; a {config.family} model has no such "
+                "weight, so the config's model_type is probably wrong."
+            )
+
+
+def fingerprint(files: list[Path], *extra: str) -> str:
+    """Hex digest of files by name, size and up to 256 evenly spaced samples of 64 KiB each.
+
+    Files up to 16 MiB are hashed whole; hashing 16 GiB would cost more than loading it.
+    """
+    digest = hashlib.sha256()
+    for text in extra:
+        digest.update(text.encode())
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        step = max(_SAMPLE_BYTES, size // _SAMPLES)
+        with path.open("rb") as stream:
+            for offset in range(0, size, step):
+                stream.seek(offset)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

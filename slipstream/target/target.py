@@ -1,0 +1,186 @@
+"""The target: one forward over ragged rows, prompt chunks and verify rows alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.cache.pages import PagePool
+from slipstream.errors import InvalidConfig, ModelError
+from slipstream.models.config import ModelConfig
+from slipstream.models.loading import LoadedModel
+from slipstream.target.attention import PagedAttention
+from slipstream.target.batch import Placed, Run, Segments, arrange, place
+
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRow:
+    """Tokens of one request to run: they sit at positions `start`, `start + 1`, ...
+
+    `pages` is the request's page table and covers `start + len(tokens)` positions; everything
+    before `start` is in the cache. `logits`: how many of the last positions want logits.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardOutput:
+    """`logits` [sum(row.logits), vocab] in the model's dtype, rows in the order given, positions
+    ascending. `features` [total tokens, taps, hidden] in the same order, or None without taps.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+
+
+class Target:
+    """A model with a KV pool of its own. Several targets may share one `LoadedModel`'s weights.
+
+    `taps`: which hidden states to return as features (0 the embeddings, i + 1 the output of layer i
+    before the final norm). Memory for keys and values is zero pages until it is used, so a large
+    pool costs nothing. Raises `ModelError` if it cannot even be reserved.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        num_pages: int,
+        page_size: int = 16,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        self.loaded = loaded
+        self.config: ModelConfig = loaded.model.config
+        bad = [t for t in taps if not 0 <= t <= self.config.num_layers]
+        if bad:
+            raise InvalidConfig(
+                f"Feature tap {bad[0]} does not exist; this model has taps 0 to "
+                f"{self.config.num_layers}."
+            )
+        self.pool = PagePool(num_pages, page_size)
+        self.taps = taps
+        self.forwards = 0
+        self._model = loaded.model
+        self._storage = _storage(
+            self.config, num_pages * page_size, self._model.dtype, self._model.device
+        )
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[ForwardRow]) -> ForwardOutput:
+        """Run all rows at once, write their keys and values, return logits and features.
+
+        Each token sees exactly the cached positions before it and the earlier tokens of its own
+        row: what one-by-one decoding would have seen.
+        """
+        if not rows:
+            raise ValueError("a forward needs at least one row")
+        self.forwards += 1
+        size = self.pool.page_size
+        placed = [
+            place(i, len(row.tokens), row.start, row.pages, size) for i, row in enumerate(rows)
+        ]
+        runs = arrange(placed)
+        flat = self._run(rows, runs)
+        if not bool(torch.isfinite(flat.hidden.sum(dtype=torch.float32))):
+            # Rows at equal strides are viewed across each other's pages, hidden by a mask that
+            # multiplies by zero: a NaN gets through. Alone, a row sees its own positions only.
+            flat = self._run(rows, [Run([p], [0], 0) for p in placed])
+            self._wipe(flat)
+        wanted = np.concatenate(
+            [own[len(own) - row.logits :] for row, own in zip(rows, flat.order, strict=True)]
+        )
+        features = None
+        if flat.tapped:
+            features = _take(torch.stack(flat.tapped, 1), np.concatenate(flat.order))
+        return ForwardOutput(self._model.logits(_take(flat.hidden, wanted)), features)
+
+    def _run(self, rows: Sequence[ForwardRow], runs: Sequence[Run]) -> _Flat:
+        flat = [row for run in runs for row in run.rows]
+        device, model = self._model.device, self._model
+        ids = torch.tensor([t for p in flat for t in rows[p.order].tokens], device=device)
+        positions = np.concatenate([np.arange(p.start, p.end) for p in flat])
+        slots = torch.from_numpy(np.concatenate([p.own_slots() for p in flat])).to(device)
+        rope = model.rope.rows(torch.from_numpy(positions).to(device), int(positions.max()))
+        plans = Segments(self.config, runs, model.dtype, device).per_layer()
+        attention = PagedAttention(self.config, self._storage, slots, plans)
+        hidden, tapped = model.hidden(ids, rope, attention, self.taps)
+        return _Flat(hidden, tapped, slots, _original_order(flat))
+
+    def read_cache(self, pages: Sequence[int], tokens: int) -> Tensor:
+        """Keys and values of the first `tokens` positions: [layers, tokens, 2 * kv_heads,
+        head_dim].
+
+        Keys come first along dimension 2, rotated. For tests and inspection: it copies.
+        """
+        p = place(0, tokens, 0, pages, self.pool.page_size)
+        slots = torch.from_numpy(p.own_slots()).to(self._model.device)
+        return torch.stack([layer.index_select(0, slots) for layer in self._storage])
+
+    def _wipe(self, flat: _Flat) -> None:
+        """Zero the entries of tokens whose hidden state is NaN or infinite, for whoever is padded
+        across their pages later. A token sees itself, so broken entries show in its hidden state.
+        """
+        broken = flat.slots[~torch.isfinite(flat.hidden).all(-1)]
+        for layer in self._storage:
+            layer.index_fill_(0, broken, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Flat:
+    """What a run over the flat batch gave. `order[i]`: where the caller's row i lies in it."""
+
+    hidden: Tensor
+    tapped: list[Tensor]
+    slots: Tensor
+    order: list[Index]
+
+
+def _storage(
+    config: ModelConfig, slots: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """One [slots, 2 * kv_heads, head_dim] view a layer, of one allocation with room behind the end:
+    a segment of rows at equal strides may be viewed past the last row's own pages.
+    """
+    shape = (config.num_layers * slots + config.max_context, 2 * config.num_kv_heads)
+    size = (*shape, config.head_dim)
+    try:
+        if device.type == "cpu":
+            # calloc: the operating system hands out zero pages when they are touched.
+            count = int(np.prod(size)) * dtype.itemsize
+            whole = torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(size)
+        else:
+            whole = torch.zeros(size, dtype=dtype, device=device)
+    except (MemoryError, RuntimeError) as error:
+        gigabytes = int(np.prod(size)) * dtype.itemsize / 2**30
+        raise ModelError(
+            f"A cache of {slots} tokens needs {gigabytes:.1f} GiB, more than there is; use fewer."
+        ) from error
+    return [whole[i * slots : (i + 1) * slots] for i in range(config.num_layers)]
+
+
+def _original_order(flat: Sequence[Placed]) -> list[Index]:
+    """For each of the caller's rows, the flat indices of its tokens."""
+    order: list[Index] = [np.empty(0, np.int64)] * len(flat)
+    token = 0
+    for p in flat:
+        order[p.order] = np.arange(token, token + p.length)
+        token += p.length
+    return order
+
+
+def _take(x: Tensor, index: Index) -> Tensor:
+    """x[index] along dimension 0, without a copy where the index is all of it in order."""
+    if len(index) == x.shape[0] and bool((index == np.arange(len(index))).all()):
+        return x
+    return x.index_select(0, torch.from_numpy(index).to(x.device))
