@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slipstream.types import Completion, FinishReason, SamplingParams
+from slipstream.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "FinishReason", "SamplingParams", "__version__"]
 
 

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from slipstream.errors import InvalidRequest, SlipstreamError
+from slipstream.errors import InvalidConfig, InvalidRequest, SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.lab.results import GridResult
+    from slipstream.types import Completion
+
+
+class _OneSentence(TyperGroup):
+    """Every user mistake is one clear sentence and the right exit code, never a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; see the class."""
+        try:
+            return super().invoke(ctx)
+        except SlipstreamError as error:
+            typer.echo(f"slipstream: {error}", err=True)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            typer.echo("slipstream: interrupted; what was written is kept.", err=True)
+            raise typer.Exit(130) from error
+
 
 app = typer.Typer(
+    cls=_OneSentence,
+    pretty_exceptions_enable=False,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="markdown",
@@ -58,11 +81,9 @@ def generate(
         _print_stats(llm.drafter.name, completion)
 
 
-def _print_stats(drafter: str, completion: object) -> None:
+def _print_stats(drafter: str, completion: Completion) -> None:
     from slipstream import metrics
-    from slipstream.types import Completion
 
-    assert isinstance(completion, Completion)
     found = metrics.acceptance(completion.records)
     tpot = metrics.tpot(completion.timings)
     stages = metrics.stage_totals(completion.records)
@@ -81,25 +102,94 @@ def _print_stats(drafter: str, completion: object) -> None:
     )
 
 
+@app.command(epilog="Example: `slipstream grid spec_quick --prompts my_traffic.jsonl`")
+def grid(
+    name: Annotated[str, typer.Argument(help="A grid in bench/grids, or a path to a TOML file.")] = (
+        "spec_quick"
+    ),
+    prompts: Annotated[
+        Path | None, typer.Option(help="Your own traffic: JSONL of OpenAI messages or text.")
+    ] = None,
+    runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Start anew instead of resuming an unfinished run.")
+    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="The smallest run of its shape.")] = False,
+) -> None:
+    """Measure every arm of a grid against its baseline; print the table, write the report."""
+    from slipstream.lab.grid import load
+    from slipstream.lab.progress import watch
+    from slipstream.lab.runner import run_grid
+
+    plan = load(name)
+    with watch() as on_event:
+        directory = run_grid(
+            plan, root=runs, resume=not fresh, prompts_file=prompts, quick=quick, on_event=on_event
+        )
+    _report(directory)
+
+
+@app.command(epilog="Example: `slipstream report runs/20261130-101500-spec_quick`")
+def report(
+    run: Annotated[
+        str, typer.Argument(help="A run's folder, a result.json, or `article` for the reference.")
+    ] = "latest",
+    runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
+    out: Annotated[Path | None, typer.Option(help="Folder to write report.md and .html to.")] = None,
+) -> None:
+    """Analyze a ledger again; print its table and write report.md and report.html."""
+    if run == "article":
+        from slipstream.lab.reference import load_reference
+
+        _show(load_reference(), out or Path("runs") / "article")
+    elif run.endswith(".json"):
+        from slipstream.lab.results_json import load_result
+
+        _show(load_result(Path(run)), out or Path(run).parent)
+    else:
+        _report(_run_directory(run, runs), out)
+
+
+def _run_directory(run: str, runs: Path) -> Path:
+    if run != "latest":
+        return Path(run)
+    found = sorted(p.parent for p in runs.glob("*/ledger.jsonl"))
+    if not found:
+        raise InvalidConfig(f"There is no run in {runs}; start one with `slipstream grid`.")
+    return found[-1]
+
+
+def _report(directory: Path, out: Path | None = None) -> None:
+    from slipstream.lab.analyze import analyze
+    from slipstream.lab.results_json import save_result
+
+    result = analyze(directory)
+    _show(result, out or directory)
+    save_result(result, (out or directory) / "result.json")
+
+
+def _show(result: GridResult, folder: Path) -> None:
+    from rich.console import Console
+
+    from slipstream.lab.report import render_markdown, render_terminal
+    from slipstream.lab.report_html import render_html
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.md").write_text(render_markdown(result), encoding="utf-8")
+    (folder / "report.html").write_text(render_html(result), encoding="utf-8")
+    Console().print(render_terminal(result))
+    typer.echo(f"Report: {folder / 'report.md'} and {folder / 'report.html'}")
+
+
 @app.command(epilog="Example: `slipstream doctor`")
 def doctor() -> None:
     """Check the machine, then run every drafter and gate on tiny models, in under a minute."""
-    from slipstream.lab.doctor import run_doctor
+    from slipstream.doctor import run_doctor
 
     if not run_doctor(typer.echo):
         raise typer.Exit(1)
 
 
-def main() -> NoReturn:
-    """Entry point: one clear sentence and the right exit code for every user mistake."""
-    try:
-        app(standalone_mode=False)
-    except SlipstreamError as error:
-        typer.echo(f"slipstream: {error}", err=True)
-        sys.exit(error.exit_code)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        typer.echo("slipstream: interrupted; what was written is kept.", err=True)
-        sys.exit(130)
-    sys.exit(0)
+def main() -> None:
+    """Entry point."""
+    app()

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import slipstream
+from slipstream.version import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "llguidance")
 
@@ -55,7 +55,7 @@ def versions() -> dict[str, str | None]:
     """Python, Slipstream and the packages numbers depend on; None where not installed."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
-        "slipstream": slipstream.__version__,
+        "slipstream": __version__,
     }
     for name in PACKAGES:
         try:
@@ -77,7 +77,7 @@ def _git(*args: str) -> str | None:
     try:
         done = subprocess.run(
             ("git", *args),
-            cwd=Path(slipstream.__file__).parent,
+            cwd=Path(__file__).parent,
             capture_output=True,
             text=True,
             timeout=10,

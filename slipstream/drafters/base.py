@@ -15,7 +15,7 @@ class Drafter(Protocol):
     """
 
     name: str
-    """The resolved spec, every default written out, e.g. `ngram:3,min=2,max=5`."""
+    """The resolved spec, every default written out, e.g. `ngram:3,min=2,max=4,factor=1.5`."""
 
     max_draft_len: int
     """The most tokens `draft` may return for a row; 0 for `none`."""

@@ -82,8 +82,17 @@ class DraftModelDrafter:
 
     needs: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, draft_len: int, *, vocab_size: int, name: str) -> None:
+    def __init__(
+        self,
+        model: Target,
+        draft_len: int,
+        *,
+        vocab_size: int,
+        name: str,
+        prefix_cache: bool = True,
+    ) -> None:
         self.name, self.max_draft_len = name, draft_len
+        self._prefix_cache = prefix_cache
         self.model = model
         self._vocab_size = vocab_size
         self._uniforms = Uniforms()
@@ -95,7 +104,8 @@ class DraftModelDrafter:
             expected = len(row.tokens) + row.params.max_tokens + self.max_draft_len
             limit = min(expected, self.model.config.max_context)
             table = PageTable(self.model.pool, expected_tokens=limit)
-            self._memories[row.request_id] = _Memory(table, table.match(row.tokens))
+            known = table.match(row.tokens) if self._prefix_cache else 0
+            self._memories[row.request_id] = _Memory(table, known)
 
     def draft(self, rows: Sequence[Row], draft_lens: IntArray) -> Draft:
         """Catch up, then draft round by round the rows that still want tokens."""
@@ -152,8 +162,9 @@ class DraftModelDrafter:
             if whole:
                 ready.append(lane)
         logits = self.model.forward(parts).logits
-        for lane in lanes:
-            lane.memory.table.publish(lane.row.tokens, lane.memory.agreed)
+        if self._prefix_cache:
+            for lane in lanes:
+                lane.memory.table.publish(lane.row.tokens, lane.memory.agreed)
         return ready, logits
 
     def _extend(self, lanes: list[_Lane], logits: Tensor, *, rows: int) -> OneHot | Dense:
@@ -230,7 +241,13 @@ def create(spec: DrafterSpec, context: DrafterContext) -> DraftModelDrafter:
     check_tokenizer(loaded, context)
     pages = -(-_kv_tokens(loaded, context) // _PAGE_SIZE)
     model = Target(loaded, num_pages=pages, page_size=_PAGE_SIZE)
-    return DraftModelDrafter(model, spec.draft_len, vocab_size=context.vocab_size, name=str(spec))
+    return DraftModelDrafter(
+        model,
+        spec.draft_len,
+        vocab_size=context.vocab_size,
+        name=str(spec),
+        prefix_cache=context.prefix_cache,
+    )
 
 
 def check_tokenizer(loaded: LoadedModel, context: DrafterContext) -> None:

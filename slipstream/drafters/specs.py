@@ -75,7 +75,7 @@ METHODS: dict[str, Method] = {
             options=(
                 Option("min", 2, 1, 16),
                 Option("max", 4, 1, 16),
-                Option("factor", 1.0, 0.1, 32.0),
+                Option("factor", 1.5, 0.1, 32.0),
             ),
             ordered=(("min", "max"),),
         ),
@@ -86,7 +86,7 @@ METHODS: dict[str, Method] = {
             options=(
                 Option("global", False),
                 Option("min_prob", 0.2, 0.0, 1.0),
-                Option("factor", 1.0, 0.1, 32.0),
+                Option("factor", 1.5, 0.1, 32.0),
                 Option("depth", 16, 1, 64),
                 Option("keep", 100_000, 1_000, 10_000_000),
             ),
@@ -134,7 +134,8 @@ class DrafterSpec:
 class DrafterContext:
     """What a drafter may know of the engine that builds it. `vocab_size` is the target's logit
     width, `max_context` its limit in tokens, `max_users` the most rows of a batch. Drafters with
-    weights also read `tokenizer` (a Hugging Face fast one), `dtype` (torch) and `device`.
+    weights also read `tokenizer` (a Hugging Face fast one), `dtype` (torch), `device` and
+    `prefix_cache` (whether prompts may reuse what other requests computed).
     """
 
     vocab_size: int
@@ -143,6 +144,7 @@ class DrafterContext:
     tokenizer: Any = None
     dtype: Any = None
     device: str = "cpu"
+    prefix_cache: bool = True
 
 
 def parse(spec: str) -> DrafterSpec:

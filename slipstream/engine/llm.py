@@ -75,7 +75,7 @@ class LLM:
             tokenizer=self.tokenizer,
             dtype=self.loaded.model.dtype,
             max_users=max_users,
-            device="cpu",
+            prefix_cache=prefix_cache,
         )
         self.drafter = build(drafter, context=context)
         vocabulary = Vocabulary.from_tokenizer(
@@ -152,8 +152,9 @@ class LLM:
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
     ) -> list[int]:
         many = as_prompts(prompts)
-        each = [params or SamplingParams()] * len(many)
-        if params is not None and not isinstance(params, SamplingParams):
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(many)
+        else:
             each = list(params)
         if len(each) != len(many):
             raise InvalidRequest(f"{len(each)} params for {len(many)} prompts; give one or as many.")
@@ -199,10 +200,8 @@ def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list. A list of ids or of messages is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(i, (int, Mapping)) for i in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[arg-type]
+    items: list[Any] = list(prompts)
+    return [items] if items and all(isinstance(i, (int, Mapping)) for i in items) else items
 
 
 def _token_id(token: object) -> int:

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from slipstream.errors import InvalidConfig, SlipstreamError
 from slipstream.lab.reference import load_reference
-from slipstream.lab.report import markdown_table, markdown_verdicts
-from slipstream.lab.report_tables import gates, headline, held_back
+from slipstream.lab.report import headline_markdown, markdown_table, markdown_verdicts
+from slipstream.lab.report_tables import gates, held_back
 from slipstream.lab.results import GridResult
 from slipstream.lab.results_json import load_result
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench/results"
 PARTS: dict[str, Callable[[GridResult], str]] = {
-    "headline": lambda result: markdown_table(headline(result)),
+    "headline": headline_markdown,
     "verdict": markdown_verdicts,
     "gates": lambda result: markdown_table(gates(result)),
     "kept-out": lambda result: markdown_table(held_back(result)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 
 from rich.console import Group, RenderableType
@@ -11,23 +12,22 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from slipstream.lab.report_details import details, reported_metrics
 from slipstream.lab.report_tables import (
     Column,
     Entry,
     RowKind,
     Table,
     columns_of,
-    details,
     gates,
     headline,
     held_back,
     how_measured,
-    reported_metrics,
 )
 from slipstream.lab.results import GateStatus, GridResult, Resolution
 from slipstream.lab.verdict import CellVerdict, crossovers, verdicts
 
-TERMINAL_WIDTH = 100
+NOTHING_PUBLISHABLE = "No row is publishable; the table of rows kept out says why."
 _CELLS_ACROSS = 4  # what fits beside the drafter's name in 100 columns
 
 _COLORS = {
@@ -77,7 +77,7 @@ def many_targets(result: GridResult) -> bool:
 def render_markdown(result: GridResult) -> str:
     """The whole report as GitHub-flavored markdown, ending with the verdict per cell."""
     parts = [f"# {result.title}", f"Run `{result.run}`.", label_line(result)]
-    parts += ["## Speedup over the baseline", markdown_table(headline(result))]
+    parts += ["## Speedup over the baseline", headline_markdown(result)]
     parts += ["## By cell", absent_line(result)]
     for table in details(result):
         parts += [f"### {table.title}", markdown_table(table)]
@@ -87,6 +87,12 @@ def render_markdown(result: GridResult) -> str:
     parts += ["## How it was measured", markdown_table(how_measured(result))]
     parts += ["## Verdict", markdown_verdicts(result)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def headline_markdown(result: GridResult) -> str:
+    """The headline table, or the sentence that stands for an empty one."""
+    table = headline(result)
+    return markdown_table(table) if table.rows else NOTHING_PUBLISHABLE
 
 
 def markdown_table(table: Table) -> str:
@@ -144,14 +150,16 @@ def _escape(text: str) -> str:
 def render_terminal(result: GridResult) -> RenderableType:
     """Headline tables, what is kept out, warnings and verdicts, for a console of 100 columns."""
     parts: list[RenderableType] = [Text(result.title, style="bold")]
+    parts.append(Text(f"Run {result.run}", style="dim"))
     parts += [Text(t, style="yellow") for t in [label_line(result)] if t]
     for target in dict.fromkeys(c.target for c in result.cells):
         parts += _target_tables(result, target)
-    if result.gates:
-        parts.append(_rich_table(gates(result)))
+    if not any(c.publishable for c in result.cells):
+        parts.append(Text(NOTHING_PUBLISHABLE))
+    parts += _gate_parts(result)
     kept = held_back(result)
     if kept.rows:
-        parts.append(_rich_table(kept))
+        parts.append(_rich_table(kept, with_run=many_runs(result)))
     if result.warnings:
         parts += [Text("\nWarnings", style="bold"), *map(_line, result.warnings)]
     parts.append(Text("\nVerdict", style="bold"))
@@ -163,13 +171,27 @@ def render_terminal(result: GridResult) -> RenderableType:
     return Group(*parts)
 
 
+def _gate_parts(result: GridResult) -> list[RenderableType]:
+    """Gates that did not pass; the written report has the evidence of them all."""
+    fine = (GateStatus.PASS, GateStatus.NOT_APPLICABLE)
+    bad = tuple(g for g in result.gates if g.status not in fine)
+    passed = len(result.gates) - len(bad)
+    line = Text(f"\nGates: {passed} of {len(result.gates)} passed or not applicable")
+    return [line, *([_rich_table(gates(replace(result, gates=bad)))] if bad else [])]
+
+
+def many_runs(result: GridResult) -> bool:
+    """Whether rows must name their run."""
+    return len({c.run or c.batch for c in result.cells}) > 1
+
+
 def _target_tables(result: GridResult, target: str) -> list[RenderableType]:
     cells = tuple(c for c in result.cells if c.target == target)
     if not any(c.publishable for c in cells):
         return []
-    one = GridResult(result.run, result.title, result.meta, cells, result.gates, result.warnings)
-    chunks = split_columns(columns_of(cells))
-    return [_rich_table(headline(one, columns=chunk), model=target) for chunk in chunks]
+    one, with_run = replace(result, cells=cells), many_runs(result)
+    tables = [headline(one, columns=chunk) for chunk in split_columns(columns_of(cells))]
+    return [_rich_table(table, model=target, with_run=with_run) for table in tables]
 
 
 def split_columns(columns: Sequence[Column]) -> list[tuple[Column, ...]]:
@@ -181,12 +203,16 @@ def split_columns(columns: Sequence[Column]) -> list[tuple[Column, ...]]:
     return [tuple(columns[i : i + size]) for i in range(0, len(columns), size)]
 
 
-def _rich_table(table: Table, *, model: str | None = None) -> RenderableType:
-    """`model` set: the first column is the same everywhere and moves into the title."""
+def _rich_table(table: Table, *, model: str | None = None, with_run: bool = True) -> RenderableType:
+    """`model` set: the first column is the same everywhere and moves into the title.
+
+    `with_run` false: every row is of the run already named above, so that column goes.
+    """
     skip = model is not None
+    end = len(table.columns) - (not with_run and table.columns[-1] == "Run")
     drawn = RichTable(title=escape(model or table.title), title_justify="left", pad_edge=False)
-    for index, head in enumerate(table.columns):
-        if not (skip and index == 0):
+    for index, head in enumerate(table.columns[:end]):
+        if index >= skip:
             drawn.add_column(
                 escape(head.replace(": ", "\n")),
                 justify="right" if index in table.numeric else "left",
@@ -196,7 +222,7 @@ def _rich_table(table: Table, *, model: str | None = None) -> RenderableType:
         style = {RowKind.BASELINE: "dim", RowKind.VERDICT: "bold"}.get(row.kind, "")
         if row.kind is RowKind.VERDICT:
             drawn.add_section()
-        drawn.add_row(*map(_rich_entry, row.entries[skip:]), style=style)
+        drawn.add_row(*map(_rich_entry, row.entries[skip:end]), style=style)
     return Padding(drawn, (1, 0, 0, 0))
 
 

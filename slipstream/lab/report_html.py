@@ -12,14 +12,14 @@ from slipstream.lab.plots import (
     speedup_plots,
     stage_plots,
 )
-from slipstream.lab.report import absent_line, label_line, many_targets
+from slipstream.lab.report import NOTHING_PUBLISHABLE, absent_line, label_line, many_targets
+from slipstream.lab.report_details import details
 from slipstream.lab.report_style import CSS
 from slipstream.lab.report_tables import (
     Entry,
     RowKind,
     Table,
     TableRow,
-    details,
     gates,
     headline,
     held_back,
@@ -43,7 +43,7 @@ def render_html(result: GridResult) -> str:
     """The whole report; every text from the run is escaped."""
     bars = (*speedup_plots(result), *stage_plots(result))
     sections = [
-        ("speedup", "Speedup over the baseline", _table(headline(result), frozen=2)),
+        ("speedup", "Speedup over the baseline", _headline(result)),
         ("plots", "Speedup and time per step", _figures(bars)),
         ("acceptance", "Acceptance by position", _figures(acceptance_plots(result))),
         ("cells", "By cell", _details(result)),
@@ -84,6 +84,11 @@ def _list(lines: Iterable[str]) -> str:
 # --- tables ---------------------------------------------------------------------------------------
 
 
+def _headline(result: GridResult) -> str:
+    table = headline(result)
+    return _table(table, frozen=2) if table.rows else f"<p>{NOTHING_PUBLISHABLE}</p>"
+
+
 def _table(table: Table, *, frozen: int = 1, wraps: bool = False) -> str:
     """`frozen`: leading columns that head a row. `wraps`: text columns break instead of scroll."""
     if not table.rows:
@@ -96,11 +101,12 @@ def _table(table: Table, *, frozen: int = 1, wraps: bool = False) -> str:
     rows = _blocks(table) if blocked else "".join(_row(r, table, 0) for r in table.rows)
     if blocked:
         heads = heads.split("</th>", 1)[1]
-    kind = ' class="wraps"' if wraps else ""
+    kind = "wraps" if wraps else "headline" if blocked else "dense"
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.title)}">'
-        f"<table{kind}><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
+        f'<table class="{kind}">'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>{note}"
     )
 
 
@@ -137,7 +143,9 @@ def _row(row: TableRow, table: Table, first: int) -> str:
 def _value(entry: Entry) -> str:
     lines = escape(entry.detail).replace("× [", "×<br>[")
     detail = f"<small>{lines}</small>" if entry.detail else ""
-    return f"<span>{escape(entry.main)}</span>{detail}"
+    # An interval stays on one line where a narrow column breaks.
+    main = re.sub(r"\[[^]]*\]", lambda m: m[0].replace(" ", "\u00a0"), escape(entry.main))
+    return f"<span>{main}</span>{detail}"
 
 
 def _tone(entry: Entry) -> list[str]:

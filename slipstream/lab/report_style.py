@@ -47,6 +47,9 @@ thead th.number { min-width: 5.4rem; }
 tbody th { font-weight: 500; }
 th:first-child { position: sticky; left: 0; background: var(--paper); padding-left: 0; z-index: 1; }
 .number { text-align: right; }
+.dense td, .dense tbody th { padding-top: .16rem; padding-bottom: .16rem; }
+.headline td:last-child { white-space: normal; min-width: 6.2rem; }
+.dense td { white-space: normal; max-width: 11rem; }
 .wraps td, .wraps tbody th { white-space: normal; overflow-wrap: anywhere; min-width: 5rem; }
 .wraps td:nth-last-child(-n+2):not(.number) { min-width: 12rem; }
 tr.block th { padding-top: 1.1rem; font-weight: 700; border-bottom-color: var(--faint); }
@@ -79,11 +82,13 @@ article { border: 1px solid var(--line); border-left: 4px solid; padding: .7rem 
 article.good { border-left-color: var(--good); }
 article.bad { border-left-color: var(--bad); }
 article.open { border-left-color: var(--open); }
+.cards + ul { margin-top: 1rem; }
 article ul { font-size: .88rem; color: var(--quiet); }
 @media (max-width: 30rem) {
   body { font-size: 14px; padding-top: 1rem; }
   th, td { padding: .3rem .55rem; }
   thead th.number { min-width: 5.2rem; }
+  .dense tbody th { white-space: normal; min-width: 8.5rem; }
 }
 @media print {
   :root {
@@ -91,9 +96,13 @@ article ul { font-size: .88rem; color: var(--quiet); }
     --good: #0b5c3f; --bad: #9a2b20; --open: #6f4800; --accent: #000;
   }
   @page { size: A4 landscape; margin: 12mm; }
-  body { font-size: 9pt; max-width: none; padding: 0; }
+  html { font-size: 12px; }
+  body { font-size: 12px; max-width: none; padding: 0; }
   nav { display: none; }
   .scroll { overflow: visible; }
+  .figures { display: block; }
+  figure { display: inline-block; width: 46%; margin: 0 3% 4mm 0; vertical-align: top; }
+  figure svg { max-height: 136mm; }
   th, td { padding: .15rem .4rem; white-space: normal; }
   tr, figure, article, details { break-inside: avoid; }
   h2, summary { break-after: avoid; }

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from slipstream.lab.formats import (
@@ -28,10 +29,9 @@ from slipstream.lab.formats import (
 from slipstream.lab.results import CellResult, GateStatus, GridResult, Interval, Resolution
 from slipstream.lab.verdict import (
     CellVerdict,
-    cell_key,
+    bar_of,
     has_numbers,
     resolve,
-    step_cost,
     verdicts,
 )
 
@@ -118,7 +118,11 @@ def headline(result: GridResult, *, columns: Sequence[Column] | None = None) -> 
     judged = verdicts(result)
     for target in dict.fromkeys(key[0] for key in keyed):
         mine = {key: row for key, row in keyed.items() if key[0] == target}
-        rows += [_headline_row(key, row, shown, everything, closing) for key, row in mine.items()]
+        dress = partial(_headline_entry, bar=bar_of(result))
+        rows += [
+            _headline_row(key, row, shown, tokens_column(everything) if closing else None, dress)
+            for key, row in mine.items()
+        ]
         rows.append(_verdict_row([v for v in judged if v.target == target], shown, closing))
     heads = ["Model", "Drafter", *(column_head(result.cells, c) for c in shown)]
     if closing:
@@ -151,22 +155,22 @@ def _headline_row(
     key: RowKey,
     row: Mapping[Column, CellResult],
     shown: Sequence[Column],
-    everything: Sequence[Column],
-    closing: bool,
+    tokens: Column | None,
+    dress: Callable[[CellResult | None], Entry],
 ) -> TableRow:
+    """`tokens`: the cell of the tokens/step column, None where that column is not shown."""
     any_cell = next(iter(row.values()))
     entries = [Entry(key[0]), Entry(plain_arm_name(any_cell), any_cell.label)]
-    entries += [_headline_entry(row.get(column)) for column in shown]
-    if closing:
-        column = tokens_column(everything)
-        cell = row.get(column) if column else None
+    entries += [dress(row.get(column)) for column in shown]
+    if tokens is not None:
+        cell = row.get(tokens)
         hidden = cell is None or cell.baseline or not cell.publishable
         entries.append(Entry(DASH if hidden or cell is None else fixed(cell.tokens_per_step)))
         entries.append(Entry(any_cell.run or any_cell.batch))
     return TableRow(tuple(entries), RowKind.BASELINE if any_cell.baseline else RowKind.ARM)
 
 
-def _headline_entry(cell: CellResult | None) -> Entry:
+def _headline_entry(cell: CellResult | None, *, bar: float) -> Entry:
     if cell is None:
         return Entry(DASH)
     if not cell.publishable:
@@ -178,7 +182,7 @@ def _headline_entry(cell: CellResult | None) -> Entry:
         return Entry(number(value.value), ratio(cell.published_ratio))
     if cell.speedup is None:
         return Entry(number(value.value), "no ratio")
-    return Entry(number(value.value), speedup_text(cell.speedup), resolve(cell.speedup))
+    return Entry(number(value.value), speedup_text(cell.speedup), resolve(cell.speedup, bar=bar))
 
 
 def _verdict_row(judged: Sequence[CellVerdict], shown: Sequence[Column], closing: bool) -> TableRow:
@@ -200,141 +204,6 @@ def _verdict_detail(verdict: CellVerdict) -> str:
         return "nothing to compare"
     no_interval = verdict.best.speedup is None or verdict.best.speedup.low is None
     return "no interval" if no_interval else f"run {verdict.run}"
-
-
-# --- detail by cell -------------------------------------------------------------------------------
-
-Metric = tuple[str, Callable[[CellResult, CellResult | None], str]]
-
-
-def _plain(read: Callable[[CellResult], float | None]) -> Callable[..., str]:
-    return lambda cell, _baseline: number(read(cell))
-
-
-def _with_interval(read: Callable[[CellResult], Interval | None]) -> Callable[..., str]:
-    return lambda cell, _baseline: measured(read(cell))
-
-
-def _fixed(read: Callable[[CellResult], float | None]) -> Callable[..., str]:
-    return lambda cell, _baseline: fixed(read(cell))
-
-
-def _positions(cell: CellResult, _baseline: CellResult | None) -> str:
-    return " ".join(map(fixed, cell.by_position)) or DASH
-
-
-def _speedup(cell: CellResult, _baseline: CellResult | None) -> str:
-    if cell.published_ratio is not None:
-        return ratio(cell.published_ratio)
-    return speedup_text(cell.speedup)
-
-
-def _stage(name: str) -> Callable[[CellResult, CellResult | None], str]:
-    return lambda cell, _: number(getattr(cell.stage_ms, name) if cell.stage_ms else None)
-
-
-def _verify_cost(cell: CellResult, baseline: CellResult | None) -> str:
-    cost = None if cell.baseline else step_cost(cell, baseline)
-    return ratio(cost.verify) if cost else DASH
-
-
-def _counted(read: Callable[[CellResult], int]) -> Callable[[CellResult, CellResult | None], str]:
-    """Counts that a source without repeats and prompts (all zero) did not report."""
-    return lambda cell, _: f"{read(cell):,}" if cell.repeats or cell.tokens else DASH
-
-
-METRICS: tuple[Metric, ...] = (
-    ("ms/token", _with_interval(lambda c: c.ms_per_token)),
-    ("tok/s per user", _with_interval(lambda c: c.user_tok_s)),
-    ("tok/s total", _with_interval(lambda c: c.total_tok_s)),
-    ("TTFT (ms)", _with_interval(lambda c: c.ttft_ms)),
-    ("speedup", _speedup),
-    ("efficiency", _fixed(lambda c: c.efficiency)),
-    ("tokens per step", _plain(lambda c: c.tokens_per_step)),
-    ("acceptance length", _fixed(lambda c: c.acceptance_length)),
-    ("acceptance rate", _fixed(lambda c: c.acceptance_rate)),
-    ("acceptance by position", _positions),
-    ("draft (ms a step)", _stage("draft")),
-    ("verify (ms a step)", _stage("verify")),
-    ("sample (ms a step)", _stage("sample")),
-    ("host (ms a step)", _stage("host")),
-    ("verify against a plain step", _verify_cost),
-    ("output length against baseline", _fixed(lambda c: c.output_length_ratio)),
-    ("looping answers", _counted(lambda c: c.looping)),
-    ("repeats", _counted(lambda c: c.repeats)),
-    ("prompts", _counted(lambda c: c.prompts)),
-    ("tokens", _counted(lambda c: c.tokens)),
-)
-
-
-def reported_metrics(cells: Iterable[CellResult]) -> tuple[tuple[Metric, ...], tuple[str, ...]]:
-    """Metrics that some cell of the run has, and the names of those that none has."""
-    lines = list(cells)
-    baselines = _baselines(lines)
-    there, absent = [], []
-    for name, text in METRICS:
-        found = any(text(c, baselines.get((*cell_key(c), c.batch))) != DASH for c in lines)
-        if found:
-            there.append((name, text))
-        else:
-            absent.append(name)
-    return tuple(there), tuple(absent)
-
-
-def _baselines(cells: Iterable[CellResult]) -> dict[tuple[Any, ...], CellResult]:
-    return {(*cell_key(c), c.batch): c for c in cells if c.baseline}
-
-
-def details(result: GridResult) -> tuple[Table, ...]:
-    """One table per target and cell: metrics down, arms across, rows held back marked.
-
-    A metric that none of the cell's arms has is named in the note instead of a line of dashes.
-    """
-    metrics, _ = reported_metrics(result.cells)
-    baselines = _baselines(result.cells)
-    groups: dict[tuple[str, str, int, str], list[CellResult]] = defaultdict(list)
-    for cell in result.cells:
-        if has_numbers(cell):
-            groups[cell_key(cell)].append(cell)
-    targets = {c.target for c in result.cells}
-    tables = []
-    for cells in groups.values():
-        title = cell_title(cells[0])
-        if len(targets) > 1:
-            title = f"{cells[0].target}: {title}"
-        batches = len({c.batch for c in cells}) > 1
-        heads = ("", *(_detail_head(c, with_run=batches) for c in cells))
-        lines = [[_tinted(name, text, c, baselines) for c in cells] for name, text in metrics]
-        there = [any(e.main != DASH for e in line) for line in lines]
-        rows = tuple(
-            TableRow((Entry(name), *line))
-            for (name, _), line, found in zip(metrics, lines, there, strict=True)
-            if found
-        )
-        missing = [m[0] for m, found in zip(metrics, there, strict=True) if not found]
-        note = f"Not reported for this cell: {', '.join(missing)}." if missing else ""
-        numeric = frozenset(range(1, len(cells) + 1))
-        tables.append(Table(title, heads, rows, note, numeric))
-    return tuple(tables)
-
-
-def _detail_head(cell: CellResult, *, with_run: bool) -> str:
-    name = arm_name(cell)
-    if with_run:
-        name = f"{name} {cell.run or cell.batch}"
-    return name if cell.publishable else f"{name} (held back)"
-
-
-def _tinted(
-    name: str,
-    text: Callable[[CellResult, CellResult | None], str],
-    cell: CellResult,
-    baselines: Mapping[tuple[Any, ...], CellResult],
-) -> Entry:
-    found = text(cell, baselines.get((*cell_key(cell), cell.batch)))
-    resolved = cell.speedup is not None and cell.speedup.low is not None
-    tone = resolve(cell.speedup) if name == "speedup" and resolved else None
-    return Entry(found, tone=tone)
 
 
 # --- gates, held-back rows, how it was measured ---------------------------------------------------

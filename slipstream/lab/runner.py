@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import slipstream
+from slipstream.version import __version__
 from slipstream import provenance
 from slipstream.errors import InvalidConfig, LedgerError
 from slipstream.lab import gate_runner, ledger, traffic
@@ -61,7 +61,7 @@ def run_grid(
     try:
         prepared = _Prepared(grid, backend, own)
         machine = provenance.machine_key(provenance.machine())
-        grid_hash = grid.hash(backend.info.fingerprint, slipstream.__version__, prepared.digest)
+        grid_hash = grid.hash(backend.info.fingerprint, __version__, prepared.digest)
         found = ledger.latest_unfinished(root, grid_hash=grid_hash, machine=machine)
         directory = found if found and resume else _new_directory(root, grid.name)
         with ledger.Ledger(directory) as book:

@@ -8,7 +8,7 @@ cost too much, and call for a different remedy.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
@@ -71,9 +71,19 @@ class CellVerdict:
     advice: tuple[str, ...]
 
 
-def resolve(speedup: Interval | None) -> Resolution:
-    """Compare a speedup's interval with 1.0. Without an interval nothing is resolved."""
-    return resolution(speedup)
+def resolve(speedup: Interval | None, *, bar: float = 1.0) -> Resolution:
+    """Compare a speedup's interval with the bar (faster) and with 1.0 (slower).
+
+    Without an interval nothing is resolved.
+    """
+    return resolution(speedup, bar=bar)
+
+
+def bar_of(result: GridResult) -> float:
+    """The speedup that the grid's bars asked for before the run; 1.0 where it wrote none."""
+    bars = result.meta.get("bars")
+    bar = bars.get("speedup", 1.0) if isinstance(bars, Mapping) else 1.0
+    return float(bar)
 
 
 def verdicts(result: GridResult) -> tuple[CellVerdict, ...]:
@@ -81,7 +91,8 @@ def verdicts(result: GridResult) -> tuple[CellVerdict, ...]:
     groups: dict[CellKey, list[CellResult]] = defaultdict(list)
     for cell in result.cells:
         groups[cell_key(cell)].append(cell)
-    return tuple(_judge(cells) for cells in groups.values() if not _only_empty(cells))
+    bar = bar_of(result)
+    return tuple(_judge(cells, bar) for cells in groups.values() if not _only_empty(cells))
 
 
 def cell_key(cell: CellResult) -> CellKey:
@@ -98,9 +109,9 @@ def _only_empty(cells: Iterable[CellResult]) -> bool:
     return not any(has_numbers(c) for c in cells)
 
 
-def _judge(cells: Sequence[CellResult]) -> CellVerdict:
+def _judge(cells: Sequence[CellResult], bar: float) -> CellVerdict:
     compared = [c for c in cells if not c.baseline and c.publishable and c.speedup is not None]
-    faster = [c for c in compared if resolve(c.speedup) is Resolution.FASTER]
+    faster = [c for c in compared if resolve(c.speedup, bar=bar) is Resolution.FASTER]
     if faster:
         best: CellResult | None = _simplest_of_best(faster)
         found = Resolution.FASTER
@@ -120,7 +131,7 @@ def _judge(cells: Sequence[CellResult]) -> CellVerdict:
         resolution=found,
         run=run,
         best=best,
-        sentence=_sentence(found, best),
+        sentence=_sentence(found, best, bar) if best else _nothing(cells),
         advice=tuple(_advice(cells, compared)),
     )
 
@@ -142,9 +153,15 @@ def _simplest_of_best(cells: Sequence[CellResult]) -> CellResult:
     return min(tied, key=lambda c: parse_arm(c.arm).simplicity)
 
 
-def _sentence(found: Resolution, best: CellResult | None) -> str:
-    if best is None or best.speedup is None:
-        return "Nothing to compare: no publishable arm has a matched baseline. Run none."
+def _nothing(cells: Sequence[CellResult]) -> str:
+    if any(c.speedup is not None for c in cells):
+        return "Run none: every arm with a matched baseline is held back."
+    return "Run none: no arm has a matched baseline to compare with."
+
+
+def _sentence(found: Resolution, best: CellResult, bar: float) -> str:
+    if best.speedup is None:
+        return _nothing([best])
     arm = f"{best.arm} at {speedup_text(best.speedup)}"
     if found is Resolution.FASTER:
         return f"Run {arm}."
@@ -152,6 +169,8 @@ def _sentence(found: Resolution, best: CellResult | None) -> str:
         return f"No interval was measured; the largest ratio is {arm}. Measure before switching."
     if found is Resolution.SLOWER:
         return f"Run none; the best arm is {arm}."
+    if best.speedup.low > 1.0:
+        return f"Run none; the best arm is {arm}, not clear of this grid's bar of {ratio(bar)}."
     return f"Run none; the best arm is {arm}, and more repeats would tell."
 
 
@@ -236,10 +255,15 @@ def diagnose(cell: CellResult, baseline: CellResult | None) -> str:
 
 def _cost_sentence(cause: Cause, tokens: float, cost: StepCost, *, slower: bool) -> str:
     verify = "" if cost.verify is None else f" (verify alone {ratio(cost.verify)})"
-    end = "do not speculate here, or draft fewer tokens" if slower else "a shallower draft may pay"
+    end = "too close to call; a shallower draft may pay"
+    if slower:
+        end = (
+            f"to pay it must bring more than {cost.ratio:.2f}, so do not speculate here, or draft"
+            " fewer tokens"
+        )
     return (
         f"{cause.value}: a step costs {ratio(cost.ratio)} a plain one{verify} and brings"
-        f" {tokens:.2f} tokens; to pay it must bring more than {cost.ratio:.2f}, so {end}."
+        f" {tokens:.2f} tokens; {end}."
     )
 
 

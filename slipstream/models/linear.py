@@ -43,13 +43,17 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """Map x of shape [N, in] to y of shape [N, out]."""
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(
+                x, self._weight, self._bias, "none", [], ""
+            )
         return F.linear(x, self._weight, self._bias)
 
     def silu(self, x: Tensor) -> Tensor:
         """SiLU of y [N, out], rounded once."""
         if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "swish", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(
+                x, self._weight, self._bias, "swish", [], ""
+            )
         return F.silu(F.linear(x, self._weight, self._bias))
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:

@@ -15,14 +15,14 @@ CONTEXT = DrafterContext(vocab_size=64, max_context=128, max_users=4)
     ("text", "resolved"),
     [
         ("none", "none"),
-        ("ngram", "ngram:4,min=2,max=4,factor=1.0"),
-        ("ngram:3", "ngram:3,min=2,max=4,factor=1.0"),
-        (" ngram:8,max=5,min=2 ", "ngram:8,min=2,max=5,factor=1.0"),
-        ("ngram:8,min=6", "ngram:8,min=6,max=6,factor=1.0"),  # a lone min lifts the default max
-        ("ngram,max=1", "ngram:4,min=1,max=1,factor=1.0"),
+        ("ngram", "ngram:4,min=2,max=4,factor=1.5"),
+        ("ngram:3", "ngram:3,min=2,max=4,factor=1.5"),
+        (" ngram:8,max=5,min=2 ", "ngram:8,min=2,max=5,factor=1.5"),
+        ("ngram:8,min=6", "ngram:8,min=6,max=6,factor=1.5"),  # a lone min lifts the default max
+        ("ngram,max=1", "ngram:4,min=1,max=1,factor=1.5"),
         (
             "suffix:8,global=true,min_prob=0.1",
-            "suffix:8,global=true,min_prob=0.1,factor=1.0,depth=16,keep=100000",
+            "suffix:8,global=true,min_prob=0.1,factor=1.5,depth=16,keep=100000",
         ),
         ("draft_model:some/dir", "draft_model:some/dir:4"),
         ("draft_model:some/dir:2", "draft_model:some/dir:2"),

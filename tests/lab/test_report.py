@@ -13,8 +13,9 @@ from slipstream.errors import LedgerError
 from slipstream.lab.formats import measured, number, ratio, speedup_text
 from slipstream.lab.reference import load_reference
 from slipstream.lab.report import absent_line, render_markdown, render_terminal, split_columns
+from slipstream.lab.report_details import details
 from slipstream.lab.report_html import render_html
-from slipstream.lab.report_tables import details, flatten, headline, held_back
+from slipstream.lab.report_tables import flatten, headline, held_back
 from slipstream.lab.results import GridResult, Interval
 from slipstream.lab.results_json import load_result, save_result
 from slipstream.types import StageTimes
@@ -183,6 +184,16 @@ def test_terminal_fits_100_columns_and_ends_with_the_verdict(make):
         assert ratio_text in text
 
 
+def test_terminal_names_the_gates_that_did_not_pass_and_the_one_run_once(result):
+    out = io.StringIO()
+    Console(file=out, width=100).print(render_terminal(result))
+    text = out.getvalue()
+    assert "Gates: 3 of 5 passed or not applicable" in text
+    assert "6 of 12 found." in text
+    assert "12 of 12 found." not in text
+    assert text.count(result.run) == 1
+
+
 @pytest.mark.parametrize("count", range(1, 12))
 def test_split_columns_keeps_order_and_room_for_the_last_two(count):
     columns = [("chat", n, "") for n in range(count)]
@@ -190,6 +201,15 @@ def test_split_columns_keeps_order_and_room_for_the_last_two(count):
     assert [c for chunk in chunks for c in chunk] == columns
     assert all(len(chunk) <= 4 for chunk in chunks)
     assert len(chunks[-1]) <= 3
+
+
+def test_a_run_without_publishable_rows_says_so_everywhere():
+    result = result_of(cell(publishable=False, reasons=("a quick run",)))
+    out = io.StringIO()
+    Console(file=out, width=100).print(render_terminal(result))
+    for text in (render_markdown(result), render_html(result), out.getvalue()):
+        assert "No row is publishable" in text
+        assert "a quick run" in text
 
 
 def test_empty_results_render():

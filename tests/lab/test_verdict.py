@@ -149,7 +149,9 @@ def test_nothing_to_compare_is_said():
     verdict = only(drafted("mtp:3", None))
     assert verdict.run == "none"
     assert verdict.best is None
-    assert "no publishable arm has a matched baseline" in verdict.sentence
+    assert "no arm has a matched baseline" in verdict.sentence
+    held = drafted("mtp:3", (1.2, 1.3), publishable=False, reasons=("json failed",))
+    assert "every arm with a matched baseline is held back" in only(cell(), held).sentence
 
 
 def test_all_slower_is_slower_and_one_open_arm_leaves_it_open():
@@ -211,3 +213,15 @@ def test_every_cell_of_a_grid_gets_one_verdict():
     judged = verdicts(grid())
     assert len(judged) == 7
     assert {v.run for v in judged} == {"none", "suffix", "ngram:3"}
+
+
+def test_the_bar_written_before_the_run_decides_what_faster_means():
+    arm = drafted("ngram:3", (1.02, 1.06), value=1.04)
+    low, high = (
+        replace(result_of(cell(), arm), meta={"bars": {"speedup": b}}) for b in (1.0, 1.05)
+    )
+    assert verdicts(low)[0].run == "ngram:3"
+    (verdict,) = verdicts(high)
+    assert verdict.run == "none"
+    assert verdict.resolution is Resolution.NOT_RESOLVED
+    assert "bar of 1.05×" in verdict.sentence

@@ -28,6 +28,7 @@ class ToyRow:
     sampler: RowSampler = field(init=False)
 
     def __post_init__(self):
+        self.tokens = list(self.tokens)
         self.prompt_len = len(self.tokens)
         self.sampler = RowSampler(self.params, self.vocabulary, self.tokens)
 

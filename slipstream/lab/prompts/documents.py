@@ -19,11 +19,8 @@ def document_prompt(
 
     The style follows from seed and index unless named. Raises `InvalidConfig` below 300 tokens.
     """
+    _check_length(tokens)
     rng = random.Random(f"doc/{seed}/{index}")
-    if tokens < _SHORTEST:
-        raise InvalidConfig(
-            f"A document prompt of {tokens} tokens was asked for; the shortest is {_SHORTEST}."
-        )
     style = style or STYLES[(seed + index) % len(STYLES)]
     chronicle = Chronicle(style, rng)
     ask = rng.choice(_QUESTIONS)
@@ -33,7 +30,7 @@ def document_prompt(
 
     longest = "word " * 60  # no question is longer; the fit uses the real one
     reserve = count_tokens(compose("", longest))
-    sections = _sections(chronicle, tokens - reserve, count_tokens)
+    sections = _sections(chronicle, max(tokens - reserve, 0), count_tokens)
     question = ask(chronicle)
     text = _fit(
         lambda document: compose(document, question), chronicle, sections, tokens, count_tokens
@@ -44,21 +41,28 @@ def document_prompt(
 def document(
     *, rng: random.Random, tokens: int, count_tokens: CountTokens, style: str | None = None
 ) -> str:
-    """A document of `tokens` tokens, to within 2 % below, without a question."""
+    """A document of `tokens` tokens, to within 2 % below, without a question.
+
+    Raises `InvalidConfig` below 300 tokens.
+    """
+    _check_length(tokens)
     chronicle = Chronicle(style or rng.choice(STYLES), rng)
     sections = _sections(chronicle, tokens, count_tokens)
     return _fit(lambda text: text, chronicle, sections, tokens, count_tokens)
 
 
+def _check_length(tokens: int) -> None:
+    if tokens < _SHORTEST:
+        raise InvalidConfig(
+            f"A document of {tokens} tokens was asked for; the shortest is {_SHORTEST}."
+        )
+
+
 def _sections(chronicle: Chronicle, tokens: int, count_tokens: CountTokens) -> list[Section]:
     """Sections whose lengths sum to `tokens` or more: the last one crosses the line."""
-    if tokens < _SHORTEST // 2:
-        raise InvalidConfig(
-            f"A document too short to hold anything was asked for; use {_SHORTEST} tokens or more."
-        )
     used = sum(count_tokens(line + "\n\n") for line in chronicle.preface)
     sections: list[Section] = []
-    while used <= tokens:
+    while not sections or used <= tokens:
         sections.append(chronicle.section())
         used += count_tokens(sections[-1].text() + "\n\n")
     return sections

@@ -80,17 +80,37 @@ def _json_task(record: dict[str, Any], rng: random.Random, prompt_id: str) -> tu
         n1=rng.randint(*record["number"]),
     )
     keys: dict[str, str] = record["keys"]
-    listed = ", ".join(f'"{key}" ({_SAY_TYPE[kind]})' for key, kind in keys.items())
-    ask = (
-        f"{fact}\n\nWrite this as one JSON object with the keys {listed}. "
-        "Answer with the JSON object and nothing else."
-    )
     properties: dict[str, Schema] = {key: {"type": kind} for key, kind in keys.items()}
     for kind in properties.values():
         if kind["type"] == "array":
             kind["items"] = {"type": "string"}
     schema = {"type": "object", "properties": properties, "required": list(keys)}
-    return user_prompt(prompt_id, ask), schema
+    messages = (*_JSON_EXAMPLE, {"role": "user", "content": _ask_json(fact, keys)})
+    return Prompt(prompt_id, messages), schema
+
+
+def _ask_json(fact: str, keys: dict[str, str]) -> str:
+    listed = ", ".join(f'"{key}" ({_SAY_TYPE[kind]})' for key, kind in keys.items())
+    return (
+        f"{fact}\n\nWrite this as one JSON object with the keys {listed}. "
+        "Answer with the JSON object and nothing else."
+    )
+
+
+# A small model asked without an example talks on after the object.
+_JSON_EXAMPLE = (
+    {
+        "role": "user",
+        "content": _ask_json(
+            "The blue sofa costs 350 euros and is not sold. It comes in wool or linen.",
+            {"item": "string", "euros": "number", "sold": "boolean", "fabrics": "array"},
+        ),
+    },
+    {
+        "role": "assistant",
+        "content": '{"item": "sofa", "euros": 350, "sold": false, "fabrics": ["wool", "linen"]}',
+    },
+)
 
 
 def check_json(text: str, schema: Schema) -> bool:
