@@ -23,7 +23,6 @@ from slipstream.sampling.uniforms import Purpose, Uniforms
 from slipstream.types import (
     Dense,
     Draft,
-    DraftLaw,
     IntArray,
     OneHot,
     Row,
@@ -52,17 +51,10 @@ class Verifier:
             raise ValueError(f"{len(logits)} rows of logits for {len(flat.owner)} positions")
         with torch.inference_mode():
             raw = logits.detach().float()
-            scores = _processed(rows, draft, flat, raw)
-            likeliest, peaks = argmax(scores)
-            broken = ~np.isfinite(peaks)
-            if scores is not raw:  # a ban may hide a NaN
-                broken |= ~np.isfinite(argmax(raw)[1])
-            if broken.any():  # neutral values, so that the others can be sampled together
-                scores = scores.clone()
-                scores[torch.from_numpy(broken)] = 0.0
-            scored = _Scored(rows, flat, scores, likeliest, uniforms)
-            accepted, following = scored.decide(draft.law)
-            errors = _errors(rows, flat, accepted, broken, raw)
+            decision = _Decision(rows, draft, flat, raw, uniforms)
+            accepted = decision.run()
+            following = decision.chosen[flat.starts + accepted]
+            errors = _errors(rows, flat, accepted, decision.broken, raw)
             for row in errors:
                 accepted[row], following[row] = 0, -1
             logprobs = _logprobs(rows, flat, accepted, following, raw, errors)
@@ -98,71 +90,101 @@ class _Flat:
         return np.minimum.reduceat(stops, self.starts)
 
 
-def _processed(rows: Sequence[Row], draft: Draft, flat: _Flat, raw: Tensor) -> Tensor:
-    if all(row.sampler.plain for row in rows):
-        return raw
-    drafted = [draft.row(i) for i in range(len(rows))]
-    prefixes = [drafted[i][:j] for i, j in zip(flat.owner, flat.depth, strict=True)]
-    return process_logits(raw, [rows[i].sampler for i in flat.owner], prefixes)
+class _Decision:
+    """One step's tokens as they come to be decided.
 
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """Processed scores float32 [positions, vocab] of a step, and what it takes to draw from them.
-
-    `likeliest`: int64 [positions], the argmax of each.
+    Flat arrays: `chosen` int64, the token the target's side settled on; `held` bool, whether that
+    keeps the draft token; `broken` bool, positions met that have no law (NaN or infinite logits, or
+    every token banned).
     """
 
-    rows: Sequence[Row]
-    flat: _Flat
-    scores: Tensor
-    likeliest: IntArray
-    uniforms: Uniforms
+    def __init__(
+        self, rows: Sequence[Row], draft: Draft, flat: _Flat, raw: Tensor, uniforms: Uniforms
+    ) -> None:
+        self.rows, self.draft, self.flat = rows, draft, flat
+        self.raw, self.uniforms = raw, uniforms
+        self.chosen = np.full(len(flat.owner), -1, np.int64)
+        self.held = np.zeros(len(flat.owner), np.bool_)
+        self.broken = np.zeros(len(flat.owner), np.bool_)
+        self.greedy = np.array([row.params.greedy for row in rows], np.bool_)
 
-    def decide(self, law: DraftLaw) -> tuple[IntArray, IntArray]:
-        """Accepted counts and next tokens, int64 [rows] each."""
-        flat, chosen = self.flat, self.likeliest.copy()
-        greedy = np.array([row.params.greedy for row in self.rows], np.bool_)
-        sampled = np.flatnonzero(~greedy[flat.owner])
-        if not len(sampled) or isinstance(law, OneHot):
-            chosen[sampled] = self.draw(sampled)
-            accepted = flat.leading(chosen == flat.proposed)
-            return accepted, chosen[flat.starts + accepted]
-        held = chosen == flat.proposed
-        drafted = sampled[flat.proposed[sampled] >= 0]
-        target = shape_probs(self.scores[torch.from_numpy(drafted)], self.params(drafted))
-        held[drafted] = self.held(law, drafted, target)
-        accepted = flat.leading(held)
-        ends = flat.starts + accepted
-        drawn = ends[~greedy]
-        bonus, fell = drawn[flat.proposed[drawn] < 0], drawn[flat.proposed[drawn] >= 0]
-        chosen[bonus] = self.draw(bonus)
-        chosen[fell] = self.recover(law, fell, target[np.searchsorted(drafted, fell)])
-        return accepted, chosen[ends]
+    def run(self) -> IntArray:
+        """Accepted counts, int64 [rows].
 
-    def draw(self, where: IntArray) -> IntArray:
-        """Tokens from the target's own law at some positions."""
+        Rows that are a bare argmax are decided at once. The others go position by position and only
+        as far as their tokens hold: a law behind a rejection is never computed.
+        """
+        plain = np.array([row.sampler.plain for row in self.rows], np.bool_)
+        at_once = self.greedy & plain
+        self.settle(np.flatnonzero(at_once[self.flat.owner]))
+        where = self.flat.starts[~at_once]
+        while len(where):
+            self.settle(where)
+            where = where[self.held[where]] + 1
+        return self.flat.leading(self.held)
+
+    def settle(self, where: IntArray) -> None:
+        """Decide some positions whose earlier draft tokens, as far as they matter, hold."""
         if not len(where):
-            return where
-        everywhere = len(where) == len(self.scores)
-        scores = self.scores if everywhere else self.scores[torch.from_numpy(where)]
-        return draw(scores, self.params(where), self.uniform(where, Purpose.NEXT))
+            return
+        everything = len(where) == len(self.raw)
+        scores = self.raw if everything else self.raw[torch.from_numpy(where)]
+        likeliest, peaks = argmax(scores)
+        sound = np.isfinite(peaks)
+        processed = self.processed(where, scores)
+        if processed is not scores:
+            scores = processed
+            likeliest, peaks = argmax(scores)
+            sound &= np.isfinite(peaks)
+        self.broken[where] = ~sound
+        self.chosen[where] = likeliest
+        self.held[where] = sound & (likeliest == self.flat.proposed[where])
+        sampled = sound & ~self.greedy[self.flat.owner[where]]
+        if isinstance(self.draft.law, OneHot):
+            self.draw(where, scores, sampled)
+        else:
+            drafted = self.flat.proposed[where] >= 0
+            self.draw(where, scores, sampled & ~drafted)
+            self.speculate(self.draft.law, where, scores, sampled & drafted)
 
-    def held(self, law: Dense | TopK, where: IntArray, target_probs: Tensor) -> NDArray[np.bool_]:
-        """Whether the draft token at each position holds; `target_probs` [len(where), vocab]."""
+    def processed(self, where: IntArray, scores: Tensor) -> Tensor:
+        """Penalties and bans at some positions, the draft tokens before each counted."""
+        owners = self.flat.owner[where]
+        if all(self.rows[i].sampler.plain for i in owners):
+            return scores
+        depths = self.flat.depth[where]
+        prefixes = [self.draft.tokens[i, :j].tolist() for i, j in zip(owners, depths, strict=True)]
+        return process_logits(scores, [self.rows[i].sampler for i in owners], prefixes)
+
+    def draw(self, where: IntArray, scores: Tensor, which: NDArray[np.bool_]) -> None:
+        """Tokens from the target's own law; a draft token holds if it is that token."""
+        if not which.any():
+            return
+        where, scores = where[which], _rows_of(scores, which)
+        tokens = draw(scores, self.params(where), self.uniform(where, Purpose.NEXT))
+        self.chosen[where] = tokens
+        self.held[where] = tokens == self.flat.proposed[where]
+
+    def speculate(
+        self, law: Dense | TopK, where: IntArray, scores: Tensor, which: NDArray[np.bool_]
+    ) -> None:
+        """Accept the draft token by the rule of its law, or draw the recovered token."""
+        if not which.any():
+            return
+        where = where[which]
+        target_probs = shape_probs(_rows_of(scores, which), self.params(where))
         tokens = torch.from_numpy(self.flat.proposed[where]).to(target_probs.device)
         target = target_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         draft = _draft_prob(law, self.flat, where, tokens)
-        uniforms = torch.from_numpy(self.uniform(where, Purpose.ACCEPT)).to(target.device)
-        held: NDArray[np.bool_] = accepts(draft, target, uniforms).cpu().numpy()
-        return held
-
-    def recover(self, law: Dense | TopK, where: IntArray, target_probs: Tensor) -> IntArray:
-        """Tokens from the residual, for positions whose draft token fell."""
-        laws = residual(_draft_probs(law, self.flat, where, target_probs), target_probs)
-        uniforms = torch.from_numpy(self.uniform(where, Purpose.NEXT))
-        tokens: IntArray = invert_cdf(laws, uniforms).cpu().numpy()
-        return tokens
+        drawn = torch.from_numpy(self.uniform(where, Purpose.ACCEPT)).to(target.device)
+        keeps = accepts(draft, target, drawn).cpu().numpy()
+        self.held[where] = keeps
+        fell = where[~keeps]
+        if len(fell):
+            left = _rows_of(target_probs, ~keeps)
+            left = residual(_draft_probs(law, self.flat, fell, left), left)
+            drawn = torch.from_numpy(self.uniform(fell, Purpose.NEXT))
+            self.chosen[fell] = invert_cdf(left, drawn).cpu().numpy()
 
     def params(self, where: IntArray) -> list[SamplingParams]:
         """Sampling params of the requests that own some positions."""
@@ -170,10 +192,15 @@ class _Scored:
 
     def uniform(self, where: IntArray, purpose: Purpose) -> NDArray[np.float64]:
         """Keyed by the owner's seed and the index the token will have in `row.tokens`."""
-        owner = self.flat.owner[where]
-        seeds = np.array([row.seed for row in self.rows], np.int64)
-        lengths = np.array([len(row.tokens) for row in self.rows], np.int64)
-        return self.uniforms(seeds[owner], lengths[owner] + self.flat.depth[where], purpose)
+        owners = self.flat.owner[where]
+        seeds = np.array([self.rows[i].seed for i in owners], np.int64)
+        lengths = np.array([len(self.rows[i].tokens) for i in owners], np.int64)
+        return self.uniforms(seeds, lengths + self.flat.depth[where], purpose)
+
+
+def _rows_of(table: Tensor, which: NDArray[np.bool_]) -> Tensor:
+    """Some rows of a table, without a copy where that is all of them."""
+    return table if which.all() else table[torch.from_numpy(which).to(table.device)]
 
 
 def _draft_prob(law: Dense | TopK, flat: _Flat, where: IntArray, tokens: Tensor) -> Tensor:

@@ -173,6 +173,8 @@ def render_terminal(result: GridResult) -> RenderableType:
 
 def _gate_parts(result: GridResult) -> list[RenderableType]:
     """Gates that did not pass; the written report has the evidence of them all."""
+    if not result.gates:
+        return []
     fine = (GateStatus.PASS, GateStatus.NOT_APPLICABLE)
     bad = tuple(g for g in result.gates if g.status not in fine)
     passed = len(result.gates) - len(bad)
@@ -210,7 +212,7 @@ def _rich_table(table: Table, *, model: str | None = None, with_run: bool = True
     """
     skip = model is not None
     end = len(table.columns) - (not with_run and table.columns[-1] == "Run")
-    drawn = RichTable(title=escape(model or table.title), title_justify="left", pad_edge=False)
+    drawn = RichTable(title=escape(model or table.title), title_justify="left")
     for index, head in enumerate(table.columns[:end]):
         if index >= skip:
             drawn.add_column(

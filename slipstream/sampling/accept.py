@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK = 256
+_BELOW_ONE = 1 - 2.0**-53
 
 
 def accept_probs(draft_probs: Tensor, target_probs: Tensor, tokens: Tensor) -> Tensor:
@@ -60,11 +61,10 @@ def invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     blocks = padded.reshape(n, padded.shape[1] // block, block)
     ends = blocks.sum(-1).double().cumsum(-1)
     wanted = uniforms.to(ends.device).unsqueeze(-1) * ends[:, -1:]
-    index = (ends <= wanted).sum(-1).clamp_(max=ends.shape[1] - 1)
+    index = (ends <= wanted).sum(-1)
     rows = torch.arange(n, device=probs.device)
-    before = torch.where(index > 0, ends[rows, (index - 1).clamp(min=0)], 0.0)
-    inner = blocks[rows, index].double()
-    running = inner.cumsum(-1) + before.unsqueeze(-1)
-    # Block sums round differently from the running sum: past its end, take the last real token.
-    last = block - 1 - (inner.flip(-1) > 0).long().argmax(-1)
-    return index * block + torch.minimum((running <= wanted).sum(-1), last)
+    running = blocks[rows, index].double().cumsum(-1)
+    # Block sums round differently from the running sum inside: stay below its end.
+    before = F.pad(ends, (1, 0))[rows, index].unsqueeze(-1)
+    inside = torch.minimum(wanted - before, running[:, -1:] * _BELOW_ONE)
+    return index * block + (running <= inside).sum(-1)

@@ -90,6 +90,8 @@ def draw(scores: Tensor, params: Sequence[SamplingParams], uniforms: FloatArray)
     open_rows = [row for row, one in enumerate(params) if _is_open(one)]
     for rows, weights in _softmax_weights(scores, params, open_rows):
         tokens[rows] = invert_cdf(weights, torch.from_numpy(uniforms[rows])).cpu().numpy()
+    if len(open_rows) == len(params):
+        return tokens
     table = _on_host(scores)
     for row, one in enumerate(params):
         if not _is_open(one):
@@ -123,8 +125,8 @@ def truncate(scores: ScoreArray, params: SamplingParams) -> tuple[IntArray, Floa
         wanted = params.top_p * (float(weights.sum()) if total is None else total)
         inside = _nucleus(depths, weights, wanted)
         ids, weights = ids[inside], weights[inside]
-    inside = weights >= max(params.min_p, _NEGLIGIBLE)
-    ids, weights = ids[inside], weights[inside]
+    likely = weights >= max(params.min_p, _NEGLIGIBLE)
+    ids, weights = ids[likely], weights[likely]
     return ids, weights / weights.sum()
 
 
@@ -212,15 +214,12 @@ def _softmax_weights(
     step = max(1, _CHUNK // scores.shape[1])
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-        own = scores[part[0] : part[-1] + 1] if _consecutive(part) else scores[part]
+        run = part[-1] - part[0] == len(part) - 1
+        own = scores[part[0] : part[-1] + 1] if run else scores[part]
         heat = torch.tensor([1 / _heat(params[row]) for row in part], dtype=torch.float32)
         cooled = own - own.amax(-1, keepdim=True)
         cooled.mul_(heat.to(scores.device).unsqueeze(-1)).clamp_(min=_LOWEST).exp_()
         yield part, F.threshold(cooled, _NEGLIGIBLE, 0.0, inplace=True)
-
-
-def _consecutive(rows: list[int]) -> bool:
-    return rows[-1] - rows[0] == len(rows) - 1
 
 
 def _totals(weights: Tensor) -> Tensor:

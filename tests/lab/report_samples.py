@@ -60,7 +60,7 @@ def cell(**changes: Any) -> CellResult:
         users=1,
         sampling="sampled",
         baseline=True,
-        batch="1130-034500",
+        batch="20261130-034500-spec_quick",
         ms_per_token=Interval(22.4, 21.9, 23.0),
         user_tok_s=Interval(44.6, 43.5, 45.7),
         total_tok_s=Interval(43.1, 42.0, 44.3),
@@ -153,7 +153,9 @@ def grid(label: str = "synthetic") -> GridResult:
                     reasons=("needle gate failed: 0.50 under the bar of 0.67",) if failed else (),
                 )
             )
-    return GridResult("1130-034500", "spec_quick on smollm2-135m", META, tuple(cells), GATES, WARN)
+    return GridResult(
+        "20261130-034500-spec_quick", "spec_quick on smollm2-135m", META, tuple(cells), GATES, WARN
+    )
 
 
 META: dict[str, Any] = {

@@ -45,15 +45,15 @@ def test_what_hits_both_arms_drops_out() -> None:
 
 @pytest.mark.parametrize(("n", "prompts"), [(3, 1), (6, 2), (9, 3), (24, 8)])
 def test_no_difference_is_rarely_called_one(n: int, prompts: int) -> None:
-    """False verdicts under equal arms and 30 % noise: 5 % by design, at most 9 % in 400 trials."""
+    """False verdicts under equal arms and 30 % noise: 5 % by design, at most 9 % in 150 trials."""
     wrong = 0
-    for trial in range(400):
+    for trial in range(150):
         rng = np.random.default_rng(trial)
         base = units(rng.lognormal(0, 0.3, n), prompts=prompts)
         arm = units(rng.lognormal(0, 0.3, n), prompts=prompts)
         verdict = stats.resolution(stats.speedup(base, arm, seed=trial))
         wrong += verdict is not Resolution.NOT_RESOLVED
-    assert wrong <= 36
+    assert wrong <= 13
 
 
 def test_a_percentile_interval_alone_would_not_do() -> None:

@@ -16,7 +16,10 @@ from slipstream.lab.prompts.prompt import Prompt, user_prompt
 
 _RUN = 4  # words in a row that count as copied; shorter runs happen by chance
 _GENERATED_SHARE = 0.25
-_ORDER = "Copy the complete text below and make only this change: {change}"
+# Of seven phrasings tried, SmolLM2-135M copies most with this one: order first, text in tags.
+_ORDER = (
+    "Copy the complete text below and make only this change: {change}\n\n<text>\n{text}\n</text>"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ def edit_prompts(*, seed: int, count: int) -> list[Prompt]:
 
 
 def _phrase(edit: _Edit) -> str:
-    return f"{_ORDER.format(change=edit.change)}\n\n{edit.text}"
+    return _ORDER.format(change=edit.change, text=edit.text)
 
 
 @cache
