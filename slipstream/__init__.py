@@ -6,10 +6,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from slipstream.types import Completion, FinishReason, SamplingParams
 from slipstream.version import __version__
+
+# Read by torch's thread pool when torch is first loaded. A step is hundreds of short parallel
+# regions; on a shared machine the default (spin for milliseconds at each barrier) makes a step ten
+# times slower whenever another program wants the core. Spinning briefly costs nothing measurable on
+# a quiet machine (docs/log.md, 2026-11-30).
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM

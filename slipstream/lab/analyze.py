@@ -9,6 +9,7 @@ from typing import Any
 
 from slipstream import metrics
 from slipstream.lab import gate_runner, grid, ledger, stats, traffic
+from slipstream.lab.gate_specs import GATES
 from slipstream.lab.gates import judge_degenerate
 from slipstream.lab.grid import Cell, Grid
 from slipstream.lab.looping import sample_loops
@@ -110,14 +111,14 @@ def _gates(
             for arm in plan.arms
         ]
     there = {(g.arm, g.gate) for g in found}
-    for gate in grid.GATES:
+    for gate in GATES:
         why = "has not run yet" if getattr(plan.gates, gate) else "is not part of this grid"
         found += [
             GateResult(arm, gate, GateStatus.MISSING, None, None, None, None, f"The gate {why}.")
             for arm in plan.arms
             if (arm, gate) not in there
         ]
-    order = {(arm, gate): i for i, (gate, arm) in enumerate(_pairs(grid.GATES, plan.arms))}
+    order = {(arm, gate): i for i, (gate, arm) in enumerate(_pairs(GATES, plan.arms))}
     return sorted(found, key=lambda g: order[g.arm, g.gate])
 
 

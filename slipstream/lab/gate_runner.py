@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from slipstream import provenance
 from slipstream.lab import gates as judge
 from slipstream.lab.backends.base import Backend
+from slipstream.lab.gate_specs import Gates, LosslessGate
 from slipstream.lab.gates import Audit, CountTokens, Task
-from slipstream.lab.grid import Gates, Grid, LosslessGate
+from slipstream.lab.grid import Grid
 from slipstream.lab.ledger import Ledger, Record, read_samples
 from slipstream.lab.results import GateResult, GateStatus
 from slipstream.lab.samples import Request, Sample

@@ -13,7 +13,8 @@ from typing import Any
 
 from slipstream.lab import stats, traffic
 from slipstream.lab.backends.base import Scores
-from slipstream.lab.grid import Grid, JsonGate, LosslessGate, NeedleGate
+from slipstream.lab.gate_specs import JsonGate, LosslessGate, NeedleGate
+from slipstream.lab.grid import Grid
 from slipstream.lab.prompts import Prompt, check_json, json_tasks, load, needle, with_salt
 from slipstream.lab.results import GateResult, GateStatus
 from slipstream.lab.samples import Request, Sample

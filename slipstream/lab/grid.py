@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from slipstream.errors import InvalidConfig
+from slipstream.lab.gate_specs import (
+    DegenerateGate,
+    Gates,
+    JsonGate,
+    LosslessGate,
+    NeedleGate,
+    require,
+)
 
 SAMPLINGS = ("greedy", "sampled")
-GATES = ("needle", "json", "lossless", "degenerate")
 OWN = "own"  # traffic class of the user's own prompts
 
 T = TypeVar("T")
@@ -93,89 +100,6 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NeedleGate:
-    """Find one fact in `lengths` x `depths` haystacks, `per_point` of each."""
-
-    lengths: tuple[int, ...]
-    depths: tuple[float, ...]
-    per_point: int = 1
-    bar: float = 0.67
-    max_tokens: int = 24
-    users: int = 4
-
-    def __post_init__(self) -> None:
-        _check_bar("gates.needle", self.bar)
-        ok = bool(self.lengths) and all(length >= 32 for length in self.lengths)
-        require(ok, "gates.needle", "lengths", list(self.lengths), "one or more, each at least 32")
-        ok = bool(self.depths) and all(0 <= depth <= 1 for depth in self.depths)
-        require(ok, "gates.needle", "depths", list(self.depths), "one or more, each 0 to 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JsonGate:
-    """Answer with a small JSON object; valid if the required keys have the required types."""
-
-    prompts: int = 8
-    bar: float = 0.67
-    max_tokens: int = 96
-    users: int = 4
-
-    def __post_init__(self) -> None:
-        _check_bar("gates.json", self.bar)
-        require(self.prompts >= 1, "gates.json", "prompts", self.prompts, "1 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LosslessGate:
-    """Compare an arm's tokens with the baseline's, fork by fork.
-
-    `tolerance` is the top-2 logit margin (nats) under which a greedy fork is numeric. The control
-    is the baseline against itself at `control_users`, i.e. at another batch width.
-    """
-
-    prompts: int = 8
-    traffic: str = "code"
-    max_tokens: int = 64
-    users: int = 8
-    control_users: int = 4
-    tolerance: float = 0.25
-
-    def __post_init__(self) -> None:
-        where = "gates.lossless"
-        require(self.prompts >= 1, where, "prompts", self.prompts, "1 or more")
-        require(self.tolerance >= 0, where, "tolerance", self.tolerance, "0 or more")
-        require(
-            self.control_users != self.users,
-            where,
-            "control_users",
-            self.control_users,
-            f"another batch width than users ({self.users})",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DegenerateGate:
-    """Looping answers, from the measured samples. `bar`: the most an arm may have more than the
-    baseline, as a share of its answers (a larger move must also exceed the interval to fail).
-    """
-
-    bar: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_bar("gates.degenerate", self.bar)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gates:
-    """Gates of a grid. One that is left out counts as missing: no row is publishable."""
-
-    needle: NeedleGate | None = None
-    json: JsonGate | None = None
-    lossless: LosslessGate | None = None
-    degenerate: DegenerateGate | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
     """Written before the run. `speedup`: an arm is worth running if its interval lies above.
     `min_repeats`: fewer keep a cell out of the headline. `length_ratio`: how far output lengths of
@@ -246,10 +170,17 @@ class Grid:
         works; its rows are never publishable.
         """
         cells = tuple(
-            replace(c, prompts=c.users, wave=None, max_tokens=min(8, c.max_tokens))
+            replace(
+                c,
+                prompts=c.users,
+                wave=None,
+                max_tokens=min(8, c.max_tokens),
+                document_tokens=c.document_tokens and min(1024, c.document_tokens),
+            )
             for c in self.cells
         )
-        return replace(self, cells=cells, repeats=1, warmup_tokens=4, quick=True)
+        gates = self.gates.quickened()
+        return replace(self, cells=cells, gates=gates, repeats=1, warmup_tokens=4, quick=True)
 
     def with_own_prompts(self, count: int) -> tuple[Grid, tuple[str, ...]]:
         """The same users and sampling modes on `count` prompts of the user, and what was left out.
@@ -274,16 +205,6 @@ class Grid:
         if not cells:
             raise InvalidConfig(f"No cell of grid {self.name!r} can run: {'; '.join(left_out)}.")
         return replace(self, cells=tuple(cells.values())), tuple(dict.fromkeys(left_out))
-
-
-def require(ok: bool, where: str, name: str, value: object, allowed: str) -> None:
-    """Raise `InvalidConfig` in the house's words unless `ok`."""
-    if not ok:
-        raise InvalidConfig(f"{where}: {name} is {value!r}; allowed: {allowed}.")
-
-
-def _check_bar(where: str, bar: float) -> None:
-    require(0 <= bar <= 1, where, "bar", bar, "0 to 1")
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -360,7 +281,8 @@ _NESTED: dict[str, type] = {
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
-    text = hint.__name__ if isinstance(hint, type) else str(hint).replace(f"{__name__}.", "")
+    text = hint.__name__ if isinstance(hint, type) else str(hint)
+    text = text.replace(f"{__name__}.", "").replace(f"{NeedleGate.__module__}.", "")
     if text in _NESTED:
         return None if value is None else _build(_NESTED[text], value, where)
     if text == "tuple[Cell, ...]":

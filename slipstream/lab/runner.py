@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from slipstream.version import __version__
 from slipstream import provenance
 from slipstream.errors import InvalidConfig, LedgerError
 from slipstream.lab import gate_runner, ledger, traffic
@@ -24,6 +23,7 @@ from slipstream.lab.grid import Cell, Grid
 from slipstream.lab.pace import Pace
 from slipstream.lab.prompts import Prompt, from_file
 from slipstream.lab.samples import Request, Sample
+from slipstream.version import __version__
 
 TEMPLATE_TOKENS = 64  # what a chat template and a salt add to a prompt, generously
 DRAFT_ROOM = 64  # positions past the answer that a draft may take
@@ -82,7 +82,7 @@ def _new_directory(root: Path, name: str) -> Path:
             continue
         except OSError as error:
             raise LedgerError(
-                f"{path} could not be created ({error.strerror}); give another place with --out."
+                f"{path} could not be created ({error.strerror}); give another folder with --runs."
             ) from error
         return path
     raise LedgerError(f"{root} already holds a hundred runs of this second; wait a moment.")

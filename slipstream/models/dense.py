@@ -9,65 +9,16 @@ for the whole group, is then a view, and so is its output (`out`'s columns are p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.models.attention import Segment
 from slipstream.models.config import ModelConfig
-from slipstream.models.linear import Linear
-from slipstream.models.rope import RopeTable, rotate_
-
-_SMALL_BATCH = 8
-"""Up to so many rows the one-kernel norm is faster than torch's composite of six."""
-
-
-class Attention(Protocol):
-    """Stores keys and values of the running batch and attends over what each row may see."""
-
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
-        """`heads` [N, group * kv + 2 * kv, head_dim], rotated: queries, keys, values.
-
-        Returns [N, group * kv * head_dim], heads in the same (group, kv) order.
-        """
-        ...
-
-
-class RmsNorm:
-    """x / sqrt(mean(x^2) + eps) * weight for x [N, hidden], computed in float32."""
-
-    __slots__ = ("_doubled", "_eps", "_shape", "_weight")
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight, self._eps, self._shape = weight, eps, tuple(weight.shape)
-        self._doubled = torch.cat((weight, weight)) if weight.dtype != torch.float32 else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of x [N, hidden]."""
-        if self._doubled is not None and x.shape[0] <= _SMALL_BATCH:
-            # [x, -x] has mean 0 and variance mean(x^2): its layer norm is x's RMS norm, in a third
-            # of the time because torch has a fused CPU kernel for layer norm only.
-            twice = torch.cat((x, -x), -1)
-            size = 2 * self._shape[0]
-            return torch.layer_norm(twice, (size,), self._doubled, None, self._eps)[
-                :, : self._shape[0]
-            ]
-        return F.rms_norm(x, self._shape, self._weight, self._eps)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights of one layer. `qk_norm`: [group * kv + kv, head_dim] per-head weights, or None."""
-
-    attention_norm: RmsNorm
-    qkv: Linear
-    qk_norm: Tensor | None
-    out: Linear
-    mlp_norm: RmsNorm
-    gate_up: Linear
-    down: Linear
+from slipstream.models.layers import Layer, Norm, compiled, rms_norm
+from slipstream.models.linear import Linear, linear, pack
+from slipstream.models.rope import RopeTable
 
 
 class Model:
@@ -79,52 +30,51 @@ class Model:
         *,
         embedding: Tensor,
         layers: Sequence[Layer],
-        norm: RmsNorm,
+        norm: Norm,
         head: Linear,
     ) -> None:
         self.config = config
         self.embedding = embedding
-        self.layers = tuple(layers)
+        self.layers = list(layers)
         self.norm = norm
         self.head = head
         self.dtype, self.device = embedding.dtype, embedding.device
         self.rope = RopeTable(config, dtype=self.dtype, device=self.device)
 
     def hidden(
-        self, ids: Tensor, rope: tuple[Tensor, Tensor], attend: Attention, taps: Sequence[int] = ()
+        self,
+        ids: Tensor,
+        rope: tuple[Tensor, Tensor],
+        *,
+        storage: list[Tensor],
+        slots: Tensor,
+        plans: list[list[Segment]],
+        plan_of: list[int],
+        taps: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        """Residual stream after the last layer, before the final norm: [N, hidden], and the taps.
+        """Residual stream before the final norm, [N, hidden], and the taps, each [N, hidden].
 
-        `ids` int64 [N]; `rope` from `self.rope.rows`. Tap 0 is the embeddings, tap i + 1 the output
-        of layer i, each [N, hidden].
+        `ids` int64 [N]; `rope` from `self.rope.rows`; the rest as `layers.run_layers` says. Tap 0
+        is the embeddings, tap i + 1 the output of layer i.
         """
-        x = F.embedding(ids, self.embedding)
-        stream = [x] if 0 in taps else []
-        cos, sin = rope
-        config = self.config
-        queries = config.num_heads
-        heads_shape = (-1, queries + 2 * config.num_kv_heads, config.head_dim)
-        rotated = queries + config.num_kv_heads
-        features = config.intermediate_size
-        for i, layer in enumerate(self.layers):
-            heads = layer.qkv(layer.attention_norm(x)).view(heads_shape)
-            qk = heads[:, :rotated]
-            if layer.qk_norm is not None:
-                qk.copy_(F.rms_norm(qk, (config.head_dim,), None, config.norm_eps) * layer.qk_norm)
-            if config.rope[i]:
-                rotate_(qk, cos, sin)
-            x = layer.out.add(attend(i, heads), x)
-            both = layer.gate_up(layer.mlp_norm(x))
-            gated = F.silu(both[:, :features]).mul_(both[:, features:])
-            x = layer.down.add(gated, x)
-            if i + 1 in taps:
-                stream.append(x)
-        by_tap = dict(zip(sorted(set(taps)), stream, strict=True))
+        wanted = sorted(set(taps))
+        x, states = compiled()(
+            F.embedding(ids, self.embedding),
+            *rope,
+            self.layers,
+            storage,
+            slots,
+            plans,
+            plan_of,
+            self.config.num_kv_heads,
+            wanted,
+        )
+        by_tap = dict(zip(wanted, states, strict=True))
         return x, [by_tap[t] for t in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] before the final norm -> [N, vocab], in the model's dtype."""
-        return self.head(self.norm(hidden))
+        return linear(rms_norm(hidden, self.norm), self.head)
 
 
 def build(config: ModelConfig, get: Callable[[str], Tensor]) -> Model:
@@ -137,9 +87,9 @@ def build(config: ModelConfig, get: Callable[[str], Tensor]) -> Model:
     return Model(
         config,
         embedding=embedding,
-        layers=[_layer(config, f"model.layers.{i}.", get) for i in range(config.num_layers)],
-        norm=RmsNorm(get("model.norm.weight"), config.norm_eps),
-        head=Linear(embedding if config.tied else get("lm_head.weight")),
+        layers=[_layer(config, i, get) for i in range(config.num_layers)],
+        norm=_norm(get("model.norm.weight"), config),
+        head=pack(embedding if config.tied else get("lm_head.weight")),
     )
 
 
@@ -175,8 +125,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer(config: ModelConfig, prefix: str, get: Callable[[str], Tensor]) -> Layer:
-    c = config
+def _norm(weight: Tensor, config: ModelConfig) -> Norm:
+    return Norm(weight, torch.cat((weight, weight)), config.norm_eps)
+
+
+def _layer(config: ModelConfig, index: int, get: Callable[[str], Tensor]) -> Layer:
+    c, prefix = config, f"model.layers.{index}."
 
     def stacked(names: Sequence[str], kind: str) -> list[Tensor]:
         return [get(f"{prefix}{name}.{kind}") for name in names]
@@ -190,16 +144,17 @@ def _layer(config: ModelConfig, prefix: str, get: Callable[[str], Tensor]) -> La
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
     out = _group_major(get(f"{prefix}self_attn.o_proj.weight").t(), c).t().contiguous()
     return Layer(
-        attention_norm=RmsNorm(get(f"{prefix}input_layernorm.weight"), c.norm_eps),
-        qkv=Linear(torch.cat(weights), torch.cat(biases) if biases else None),
+        attention_norm=_norm(get(f"{prefix}input_layernorm.weight"), c),
+        qkv=pack(torch.cat(weights), torch.cat(biases) if biases else None),
         qk_norm=_qk_norm(c, prefix, get) if c.qk_norm else None,
-        out=Linear(out, get(f"{prefix}self_attn.o_proj.bias") if c.out_bias else None),
-        mlp_norm=RmsNorm(get(f"{prefix}post_attention_layernorm.weight"), c.norm_eps),
-        gate_up=Linear(
+        rope=c.rope[index],
+        out=pack(out, get(f"{prefix}self_attn.o_proj.bias") if c.out_bias else None),
+        mlp_norm=_norm(get(f"{prefix}post_attention_layernorm.weight"), c),
+        gate_up=pack(
             torch.cat(stacked(gate_up, "weight")),
             torch.cat(stacked(gate_up, "bias")) if c.mlp_bias else None,
         ),
-        down=Linear(
+        down=pack(
             get(f"{prefix}mlp.down_proj.weight"),
             get(f"{prefix}mlp.down_proj.bias") if c.mlp_bias else None,
         ),

@@ -2,12 +2,11 @@
 
 On a CPU with bf16 instructions a bf16 weight is reordered into oneDNN's blocked layout, which makes
 a product cost about the same for 1 to 16 rows, and additions ride inside it. Elsewhere: plain
-torch.
+torch. The functions here are compiled by TorchScript together with their callers.
 """
 
-from __future__ import annotations
-
 from functools import cache
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -22,52 +21,34 @@ def packs_bf16() -> bool:
     )
 
 
-class Linear:
-    """The map y = x @ weight.T + bias for x [N, in]; weight [out, in], bias [out] or None.
+class Linear(NamedTuple):
+    """The map y = x @ weight.T + bias for x [N, in]; make one with `pack`.
 
-    The plain weight is not kept where it was packed.
+    `weight`: [out, in], or, if `packed`, oneDNN's opaque layout of it. `bias`: [out] or None.
     """
 
-    __slots__ = ("_bias", "_packed", "_weight", "in_features", "out_features")
+    weight: Tensor
+    bias: Optional[Tensor]  # noqa: UP045 - TorchScript resolves this at run time
+    packed: bool
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._packed = (
-            weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packs_bf16()
-        )
-        self._bias = bias
-        self._weight = weight
-        if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map x of shape [N, in] to y of shape [N, out]."""
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise.default(
-                x, self._weight, self._bias, "none", [], ""
-            )
-        return F.linear(x, self._weight, self._bias)
+def pack(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    """Lay out a weight [out, in] for this machine. The plain weight is not kept where packed."""
+    packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packs_bf16()
+    if packed:
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    return Linear(weight, bias, packed)
 
-    def silu(self, x: Tensor) -> Tensor:
-        """SiLU of y [N, out], rounded once."""
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise.default(
-                x, self._weight, self._bias, "swish", [], ""
-            )
-        return F.silu(F.linear(x, self._weight, self._bias))
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """The map y + residual [N, out], rounded once."""
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(
-                x, residual, self._weight, self._bias, "add"
-            )
-        return F.linear(x, self._weight, self._bias).add_(residual)
+def linear(x: Tensor, w: Linear) -> Tensor:
+    """Map x of shape [N, in] to y of shape [N, out]."""
+    if w.packed:
+        return torch.ops.mkldnn._linear_pointwise(x, w.weight, w.bias, "none", [], "")
+    return F.linear(x, w.weight, w.bias)
 
-    def mul(self, x: Tensor, factor: Tensor) -> Tensor:
-        """The map y * factor [N, out], rounded once."""
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise.binary(
-                x, factor, self._weight, self._bias, "mul"
-            )
-        return F.linear(x, self._weight, self._bias).mul_(factor)
+
+def linear_add(x: Tensor, w: Linear, residual: Tensor) -> Tensor:
+    """Map x [N, in] to y + residual [N, out], rounded once where packed."""
+    if w.packed:
+        return torch.ops.mkldnn._linear_pointwise(x, residual, w.weight, w.bias, "add")
+    return F.linear(x, w.weight, w.bias).add_(residual)

@@ -42,14 +42,6 @@ class RopeTable:
         return table.to(device=self._device, dtype=self._dtype)[:, None, :]
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate heads `x` [N, heads, head_dim] in place; cos, sin [N, 1, head_dim] from
-    `RopeTable`.
-    """
-    swapped = torch.roll(x, x.shape[-1] // 2, -1)
-    x.mul_(cos).addcmul_(swapped, sin)
-
-
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Inverse frequencies, float32 [head_dim / 2], and the factor on cos and sin."""
     rope = config.rope_parameters

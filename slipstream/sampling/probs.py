@@ -111,7 +111,7 @@ def argmax(scores: Tensor) -> tuple[IntArray, ScoreArray]:
         return tokens.cpu().numpy(), peaks.cpu().numpy()
     table = scores.numpy()  # numpy's argmax is fifteen times faster than torch's on a CPU
     best = table.argmax(-1)
-    return best, np.take_along_axis(table, best[:, None], -1)[:, 0]
+    return best, table[np.arange(len(table)), best]
 
 
 def truncate(scores: ScoreArray, params: SamplingParams) -> tuple[IntArray, FloatArray]:

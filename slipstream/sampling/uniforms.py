@@ -40,10 +40,10 @@ class Uniforms:
     def __call__(self, seeds: IntArray, positions: IntArray, purpose: Purpose) -> FloatArray:
         """One number in [0, 1) for each pair; seeds and positions int64 [n], result float64 [n]."""
         salt = np.uint64(purpose.value)
-        with np.errstate(over="ignore"):  # arithmetic is modulo 2**64 on purpose
-            seed_word = _mix(seeds.astype(np.uint64) + salt)
-            position_word = _mix((positions.astype(np.uint64) + salt) * _WEYL)
-            words = _mix(seed_word + _WEYL * position_word)
+        # Arrays of uint64 wrap modulo 2**64, which is what is wanted.
+        seed_word = _mix(seeds.astype(np.uint64) + salt)
+        position_word = _mix((positions.astype(np.uint64) + salt) * _WEYL)
+        words = _mix(seed_word + _WEYL * position_word)
         return (words >> _S11).astype(np.float64) * 2.0**-53
 
 

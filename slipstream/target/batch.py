@@ -1,4 +1,13 @@
-"""From ragged rows to a flat batch: order, positions, slots, and the segments attention runs."""
+"""From ragged rows to a flat batch: order, positions, slots, and the segments attention runs.
+
+The flat batch is a sequence of *segments*, each attended to by one kernel call a layer:
+
+- rows whose page runs lie at equal strides (see `cache.pages` on homes) form one segment, however
+  their lengths differ: the storage is viewed as [rows, kv_heads, length, head_dim] and a mask hides
+  what lies past each row's end;
+- a long chunk of a prompt is a segment of its own, causal without a mask when it starts at zero;
+- a row with scattered pages (a shared prefix) is gathered first.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream.models.attention import Segment
 from slipstream.models.config import ModelConfig
-from slipstream.target.attention import Segment
 
 _FOLD_LIMIT = 32
 """Longer rows are prompt chunks: each is a segment of its own, with heads as batch entries."""
@@ -121,16 +130,14 @@ class Segments:
         self._dtype, self._device = dtype, device
         self._longest = max(row.end for run in runs for row in run.rows)
 
-    def per_layer(self) -> list[list[Segment]]:
-        """Segments for each layer; layers with the same reach share one list."""
-        built: dict[int | None, list[Segment]] = {}
-        plans = []
-        for window in self._config.windows:
-            reach = window if window is not None and window < self._longest else None
-            if reach not in built:
-                built[reach] = self._build(reach)
-            plans.append(built[reach])
-        return plans
+    def plans(self) -> tuple[list[list[Segment]], list[int]]:
+        """The distinct plans, and for each layer which one it runs."""
+        reaches = [
+            window if window is not None and window < self._longest else None
+            for window in self._config.windows
+        ]
+        distinct = list(dict.fromkeys(reaches))
+        return [self._build(reach) for reach in distinct], [distinct.index(r) for r in reaches]
 
     def _build(self, window: int | None) -> list[Segment]:
         segments, start = [], 0
@@ -172,6 +179,8 @@ class Segments:
             folded=folded,
             causal=causal,
             slots=slots,
+            pad=None,
+            unpad=None,
         )
 
     def _batched(self, run: Run, start: int, stop: int) -> Segment:
@@ -194,6 +203,9 @@ class Segments:
             base=run.rows[0].base or 0,
             stride=run.stride,
             length=length,
+            folded=True,
+            causal=False,
+            slots=None,
             mask=self._mask(positions, np.zeros(rows, np.int64), length, None, folded=True),
             pad=self._index(pad.reshape(-1)) if ragged else None,
             unpad=self._index(np.concatenate(unpad)) if ragged else None,

@@ -14,7 +14,6 @@ from slipstream.cache.pages import PagePool
 from slipstream.errors import InvalidConfig, ModelError
 from slipstream.models.config import ModelConfig
 from slipstream.models.loading import LoadedModel
-from slipstream.target.attention import PagedAttention
 from slipstream.target.batch import Placed, Run, Segments, arrange, place
 
 Index = NDArray[np.int64]
@@ -112,9 +111,16 @@ class Target:
         positions = np.concatenate([np.arange(p.start, p.end) for p in flat])
         slots = torch.from_numpy(np.concatenate([p.own_slots() for p in flat])).to(device)
         rope = model.rope.rows(torch.from_numpy(positions).to(device), int(positions.max()))
-        plans = Segments(self.config, runs, model.dtype, device).per_layer()
-        attention = PagedAttention(self.config, self._storage, slots, plans)
-        hidden, tapped = model.hidden(ids, rope, attention, self.taps)
+        plans, plan_of = Segments(self.config, runs, model.dtype, device).plans()
+        hidden, tapped = model.hidden(
+            ids,
+            rope,
+            storage=self._storage,
+            slots=slots,
+            plans=plans,
+            plan_of=plan_of,
+            taps=self.taps,
+        )
         return _Flat(hidden, tapped, slots, _original_order(flat))
 
     def read_cache(self, pages: Sequence[int], tokens: int) -> Tensor:

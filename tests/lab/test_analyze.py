@@ -30,13 +30,14 @@ def row(result: GridResult, arm: str, users: int) -> CellResult:
 def test_every_number_of_a_row(grid: Grid, simulated: Make, tmp_path: Path) -> None:
     result = analyze(run_grid(grid, root=tmp_path, backend=simulated()))
     none, ngram = row(result, "none", 1), row(result, "ngram:3", 1)
-    assert none.baseline and none.speedup is None and none.efficiency is None
-    assert none.ms_per_token is not None and ngram.ms_per_token is not None
+    assert none.baseline
+    assert none.speedup is None
+    assert none.efficiency is None
+    assert none.ms_per_token is not None
+    assert ngram.ms_per_token is not None
     assert none.ms_per_token.value == pytest.approx(10.0)
     assert ngram.speedup is not None
-    assert ngram.speedup.value == pytest.approx(
-        none.ms_per_token.value / ngram.ms_per_token.value
-    )
+    assert ngram.speedup.value == pytest.approx(none.ms_per_token.value / ngram.ms_per_token.value)
     # Accepted 3, 0, 2, 1, ... of 3: after the prompt's token, 23 more come in 9 steps.
     assert ngram.tokens_per_step == pytest.approx(23 / 9)
     assert ngram.acceptance_rate == pytest.approx(15 / 27)
@@ -45,19 +46,19 @@ def test_every_number_of_a_row(grid: Grid, simulated: Make, tmp_path: Path) -> N
     assert ngram.stage_ms is not None
     assert ngram.stage_ms.draft == pytest.approx(2.0)
     assert ngram.stage_ms.verify == pytest.approx(10.0)
-    assert none.ttft_ms is not None and none.ttft_ms.value == pytest.approx(10.0)
+    assert none.ttft_ms is not None
+    assert none.ttft_ms.value == pytest.approx(10.0)
     assert (ngram.repeats, ngram.prompts, ngram.tokens) == (3, 3, 216)
     assert ngram.by_position[0] == pytest.approx(7 / 9)
     wide = row(result, "none", 4)
-    assert wide.total_tok_s is not None and wide.user_tok_s is not None
+    assert wide.total_tok_s is not None
+    assert wide.user_tok_s is not None
     assert wide.total_tok_s.value == pytest.approx(400.0)
     assert wide.user_tok_s.value == pytest.approx(100.0)
     assert all(c.publishable and c.label == "simulated" for c in result.cells)
 
 
-def test_the_same_ledger_gives_the_same_result(
-    grid: Grid, simulated: Make, tmp_path: Path
-) -> None:
+def test_the_same_ledger_gives_the_same_result(grid: Grid, simulated: Make, tmp_path: Path) -> None:
     directory = run_grid(grid, root=tmp_path, backend=simulated())
     assert analyze(directory) == analyze(directory)
 
@@ -99,7 +100,8 @@ def test_trap_3_do_not_speculate_on_a_dear_verify(
     assert stats.resolution(one.speedup) is Resolution.SLOWER
     assert one.tokens_per_step == pytest.approx(2.0, rel=0.05)
     plain = row(result, "none", 1).stage_ms
-    assert one.stage_ms is not None and plain is not None
+    assert one.stage_ms is not None
+    assert plain is not None
     assert one.stage_ms.verify / plain.verify == pytest.approx(2.6)
     assert {v.run for v in verdicts(result)} == {"none"}
 
@@ -131,7 +133,7 @@ def test_output_lengths_must_match() -> None:
     assert "no tokens" in scrutiny.matched_reasons(samples(0), samples(100), bars=bars)[0]
 
 
-# --- trap 24: tokens, chunks and records ------------------------------------------------------------
+# --- trap 24: tokens, chunks and records --------------------------------------------------------
 
 
 def step(index: int, accepted: int, committed: int, *, drafted: int = 4) -> StepRecord:
@@ -164,7 +166,8 @@ def test_trap_24_ms_per_token_is_by_token_not_by_chunk() -> None:
     assert unit.cost / unit.count == pytest.approx(1.1 / 11)
     assert scrutiny.adds_up(sample)
     stages = stage_ms({(0, 0): [sample]})
-    assert stages is not None and stages.total == pytest.approx(11.0)
+    assert stages is not None
+    assert stages.total == pytest.approx(11.0)
 
 
 def test_trap_24_records_that_do_not_add_up_keep_a_row_out() -> None:

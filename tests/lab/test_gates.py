@@ -14,9 +14,10 @@ from slipstream.lab import gate_runner, gates, ledger
 from slipstream.lab.analyze import analyze
 from slipstream.lab.backends.base import Scores
 from slipstream.lab.backends.simulated import Simulated, SimulatedArm, pseudo_answer
+from slipstream.lab.gate_specs import NeedleGate
 from slipstream.lab.gates import Audit, ForkKind
-from slipstream.lab.grid import Grid, NeedleGate, from_table
-from slipstream.lab.prompts import Prompt
+from slipstream.lab.grid import Grid, from_table
+from slipstream.lab.prompts import Prompt, json_tasks
 from slipstream.lab.results import GateResult, GateStatus
 from slipstream.lab.runner import run_grid
 from slipstream.lab.samples import Request
@@ -42,7 +43,7 @@ def run(grid: Grid, backend: Simulated, root: Path) -> tuple[GateResult, ...]:
     return analyze(run_grid(grid, root=root, backend=backend)).gates
 
 
-# --- rates ----------------------------------------------------------------------------------------
+# --- rates --------------------------------------------------------------------------------------
 
 
 def outcome(right: int, total: int) -> dict[str, bool]:
@@ -70,7 +71,8 @@ def test_judge_rate(
     assert found.status is status
     assert says in found.evidence
     assert found.value == right / total
-    assert found.low is not None and found.high is not None
+    assert found.low is not None
+    assert found.high is not None
     assert found.low <= found.value <= found.high
 
 
@@ -101,7 +103,8 @@ def test_arms_are_judged_on_their_own_answers(
 
 def knows(grid: Grid) -> Callable[[Request], Words]:
     """A model that answers every gate task, by reading the task's own check."""
-    assert grid.gates.needle is not None and grid.gates.json is not None
+    assert grid.gates.needle is not None
+    assert grid.gates.json is not None
     tasks = [
         *gates.needle_tasks(grid.gates.needle, grid, lambda text: len(text.split())),
         *gates.json_gate_tasks(grid.gates.json, grid),
@@ -119,7 +122,7 @@ def knows(grid: Grid) -> Callable[[Request], Words]:
             options = [*words, *(w.strip(".,;:!?\"'()") for w in words)]
         else:
             index = int(request.id.split("-")[1])
-            schema = gates.json_tasks(seed=grid.seed, count=index + 1)[index][1]
+            schema = json_tasks(seed=grid.seed, count=index + 1)[index][1]
             kinds = {k: v["type"] for k, v in schema["properties"].items()}
             options = [json.dumps({k: fillers[kind] for k, kind in kinds.items()})]
         return (next(option for option in options if option and check(option)),)
@@ -127,7 +130,7 @@ def knows(grid: Grid) -> Callable[[Request], Words]:
     return answer
 
 
-# --- the lossless audit ---------------------------------------------------------------------------
+# --- the lossless audit -------------------------------------------------------------------------
 
 
 def scores(margin: float, best: int) -> Callable[[Request, Sequence[int]], Scores]:
@@ -150,9 +153,7 @@ def scores(margin: float, best: int) -> Callable[[Request, Sequence[int]], Score
 def test_classify(
     first: list[int], second: list[int], margin: float, best: int, kind: ForkKind
 ) -> None:
-    found, _ = gates.classify(
-        REQUEST, first, second, score=scores(margin, best), tolerance=0.25
-    )
+    found, _ = gates.classify(REQUEST, first, second, score=scores(margin, best), tolerance=0.25)
     assert found is kind
 
 
@@ -177,9 +178,7 @@ def audit(suspect: int, forks: int, *, numeric: int = 0) -> Audit:
         ("ngram:3", None, audit(0, 0), GateStatus.NOT_APPLICABLE),
     ],
 )
-def test_judge_lossless(
-    name: str, found: Audit | None, control: Audit, status: GateStatus
-) -> None:
+def test_judge_lossless(name: str, found: Audit | None, control: Audit, status: GateStatus) -> None:
     assert gates.judge_lossless(name, found, control=control).status is status
 
 
@@ -219,7 +218,7 @@ def test_near_ties_that_the_control_has_too_are_no_fault(
     assert "6 numeric forks" in control.evidence
 
 
-# --- degenerate output ----------------------------------------------------------------------------
+# --- degenerate output --------------------------------------------------------------------------
 
 
 def test_an_arm_that_loops_where_the_baseline_does_not_fails(
@@ -243,7 +242,7 @@ def test_the_same_loops_in_both_arms_pass() -> None:
     assert found.value == 0.4
 
 
-# --- missing ----------------------------------------------------------------------------------------
+# --- missing ------------------------------------------------------------------------------------
 
 
 def test_a_gate_that_is_not_in_the_grid_keeps_every_row_out(

@@ -10,6 +10,7 @@ import pytest
 
 from slipstream.errors import InvalidConfig
 from slipstream.lab import grid as grids
+from slipstream.lab.gate_specs import GATES
 from slipstream.lab.grid import Grid, from_table
 
 
@@ -22,7 +23,7 @@ def test_shipped_grids_load_and_hold_what_the_issue_asks_for() -> None:
         assert {c.sampling for c in quick.cells if c.traffic == traffic} == {"greedy", "sampled"}
     assert all(c.sampling == "sampled" for c in quick.cells if c.traffic in ("chat", "doc"))
     assert quick.repeats >= 3
-    assert all(getattr(quick.gates, gate) is not None for gate in grids.GATES)
+    assert all(getattr(quick.gates, gate) is not None for gate in GATES)
     assert quick.budget_minutes is not None
     assert quick.budget_minutes <= 12
     assert grids.load("spec_tiny").target == "tiny"

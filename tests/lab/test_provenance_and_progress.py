@@ -26,7 +26,17 @@ def test_provenance_is_complete() -> None:
 
 
 def test_the_lab_imports_no_torch() -> None:
-    modules = "runner analyze gates report ledger stats grid progress backends.simulated".split()
+    modules = [
+        "runner",
+        "analyze",
+        "gates",
+        "report",
+        "ledger",
+        "stats",
+        "grid",
+        "progress",
+        "backends.simulated",
+    ]
     lines = "; ".join(f"import slipstream.lab.{m}" for m in modules)
     code = f"import sys, slipstream.provenance; {lines}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

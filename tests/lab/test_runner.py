@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from slipstream.errors import InvalidConfig, LedgerError
-from slipstream.lab import ledger, runner
+from slipstream.lab import ledger
 from slipstream.lab.analyze import analyze
 from slipstream.lab.backends.simulated import Simulated, SimulatedArm
 from slipstream.lab.events import Event, Kind
@@ -117,9 +118,9 @@ def test_another_model_or_prompt_starts_a_run_of_its_own(
     grid: Grid, simulated: Make, tmp_path: Path
 ) -> None:
     for fingerprint in ("a", "b"):
+        backend = Killed(simulated(), 20)
+        backend._info = dataclasses.replace(backend.info, fingerprint=fingerprint)
         with pytest.raises(KeyboardInterrupt):
-            backend = Killed(simulated(), 20)
-            backend._info = dataclasses.replace(backend.info, fingerprint=fingerprint)
             run_grid(grid, root=tmp_path, backend=backend)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -145,7 +146,7 @@ def test_the_budget_stops_between_blocks_with_equal_repeats(
     grid: Grid, simulated: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, events = simulated(), list[Event]()
-    monkeypatch.setattr(runner.time, "monotonic", lambda: backend.now)  # the virtual clock
+    monkeypatch.setattr(time, "monotonic", lambda: backend.now)  # the virtual clock
     run_grid(grid, root=tmp_path / "whole", backend=backend)
     limit = 0.85 * backend.now
     backend.now = 0.0
@@ -163,7 +164,7 @@ def test_the_budget_stops_between_blocks_with_equal_repeats(
     assert short
     assert all("of 3 repeats" in " ".join(c.reasons) for c in short)
     more = simulated()
-    monkeypatch.setattr(runner.time, "monotonic", lambda: more.now)
+    monkeypatch.setattr(time, "monotonic", lambda: more.now)
     for _ in range(9):
         more.now = 0.0
         assert run_grid(limited, root=tmp_path / "cut", backend=more) == directory
@@ -252,7 +253,7 @@ def test_the_estimate_is_close(grid: Grid, tmp_path: Path, monkeypatch: pytest.M
     """Prompt cost and step cost are learned from the warm-up: within 2x of what is measured."""
     plain = SimulatedArm(verify=lambda rows: 0.01 + 0.001 * rows)
     backend = Simulated({"none": plain, "ngram:3": plain}, prefill=0.0002)
-    monkeypatch.setattr(runner.time, "monotonic", lambda: backend.now)
+    monkeypatch.setattr(time, "monotonic", lambda: backend.now)
     plans: list[tuple[float, float]] = []
 
     def watch(event: Event) -> None:

@@ -36,10 +36,14 @@ def test_what_hits_both_arms_drops_out() -> None:
     base = units(slow, prompts=8)
     arm = units(slow / 1.1 * rng.normal(1, 0.01, 24), prompts=8)
     found = stats.speedup(base, arm, seed=0)
-    assert found is not None and found.low is not None and found.high is not None
+    assert found is not None
+    assert found.low is not None
+    assert found.high is not None
     assert 1.07 < found.low < 1.1 < found.high < 1.13
     alone = stats.mean_cost(base, seed=0)
-    assert alone is not None and alone.low is not None and alone.high is not None
+    assert alone is not None
+    assert alone.low is not None
+    assert alone.high is not None
     assert alone.high / alone.low > 1.2
 
 
@@ -82,7 +86,9 @@ def test_intervals_hold_their_value_and_repeat(costs: list[float], prompts: int)
     rows = units(np.array(costs), prompts=min(prompts, len(costs)))
     for function in (stats.mean_cost, stats.mean_rate, stats.median):
         found = function(rows, seed=3)
-        assert found is not None and found.low is not None and found.high is not None
+        assert found is not None
+        assert found.low is not None
+        assert found.high is not None
         assert found.low <= found.value <= found.high
         assert found == function(rows, seed=3)
 

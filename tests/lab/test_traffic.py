@@ -11,7 +11,7 @@ import pytest
 from slipstream.lab import traffic
 from slipstream.lab.backends.base import TargetInfo
 from slipstream.lab.grid import Cell, Grid
-from slipstream.lab.prompts import Prompt
+from slipstream.lab.prompts import Prompt, load
 
 INFO = TargetInfo(target="t", fingerprint="f", dtype="d")
 
@@ -83,7 +83,7 @@ def test_random_tokens_are_refused_and_real_prompts_are_not(grid: Grid) -> None:
     noise = " ".join("".join(rng.choices("abcdefghijklmnop", k=6)) for _ in range(200))
     assert traffic.looks_random(noise)
     for name in ("chat", "code"):
-        prompts = traffic.load(name, seed=0, count=12, count_tokens=count)
+        prompts = load(name, seed=0, count=12, count_tokens=count)
         assert traffic.lint(prompts, INFO) == []
     message = ({"role": "user", "content": noise},)
     assert "look like random tokens" in traffic.lint([Prompt("x", message)], INFO)[0]
