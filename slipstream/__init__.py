@@ -1,7 +1,7 @@
 """Slipstream: exact speculative decoding, and the lab that proves what it pays.
 
-    from slipstream import LLM, SamplingParams
-    print(LLM(drafter="ngram:3").generate("Once upon a time")[0].text)
+from slipstream import LLM, SamplingParams
+print(LLM(drafter="ngram:3").generate("Once upon a time")[0].text)
 """
 
 from __future__ import annotations

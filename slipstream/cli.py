@@ -47,14 +47,18 @@ def generate(
     model: Annotated[str, typer.Option(help="Embedded name, model folder or .gguf file.")] = (
         "smollm2-135m"
     ),
-    drafter: Annotated[str, typer.Option(help="none, ngram:3, suffix, draft_model:PATH:4.")] = "none",
+    drafter: Annotated[
+        str, typer.Option(help="none, ngram:3, suffix, draft_model:PATH:4.")
+    ] = "none",
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text; no chat template.")
+    ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Print what the steps did.")] = False,
 ) -> None:
     """Answer one prompt, streaming the text."""
@@ -62,7 +66,11 @@ def generate(
     from slipstream.types import SamplingParams
 
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=tuple(stop or ())
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
@@ -104,9 +112,9 @@ def _print_stats(drafter: str, completion: Completion) -> None:
 
 @app.command(epilog="Example: `slipstream grid spec_quick --prompts my_traffic.jsonl`")
 def grid(
-    name: Annotated[str, typer.Argument(help="A grid in bench/grids, or a path to a TOML file.")] = (
-        "spec_quick"
-    ),
+    name: Annotated[
+        str, typer.Argument(help="A grid in bench/grids, or a path to a TOML file.")
+    ] = ("spec_quick"),
     prompts: Annotated[
         Path | None, typer.Option(help="Your own traffic: JSONL of OpenAI messages or text.")
     ] = None,
@@ -135,7 +143,9 @@ def report(
         str, typer.Argument(help="A run's folder, a result.json, or `article` for the reference.")
     ] = "latest",
     runs: Annotated[Path, typer.Option(help="Folder that holds the runs.")] = Path("runs"),
-    out: Annotated[Path | None, typer.Option(help="Folder to write report.md and .html to.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to write report.md and .html to.")
+    ] = None,
 ) -> None:
     """Analyze a ledger again; print its table and write report.md and report.html."""
     if run == "article":

@@ -2,7 +2,7 @@
 
 
 class SlipstreamError(Exception):
-    """Base of all errors meant for the user; the CLI prints the message and exits with `exit_code`."""
+    """Base of all errors meant for the user; the CLI prints them and exits with `exit_code`."""
 
     exit_code = 1
     http_status = 500

@@ -11,7 +11,8 @@ from slipstream.types import StageTimes, StepRecord, Timings
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """Counts over decode row-steps. `reached[i]`: drafts whose position i was checked after all
-    earlier ones held; `kept[i]`: of those, how many were accepted."""
+    earlier ones held; `kept[i]`: of those, how many were accepted.
+    """
 
     row_steps: int
     drafts: int
@@ -84,7 +85,8 @@ def tok_per_s(tokens: int, window: float) -> float | None:
 
 def speedup(baseline_cost: Sequence[float], arm_cost: Sequence[float]) -> float | None:
     """Ratio of totals over the same prompts, baseline / arm; costs are seconds per token or inverse
-    rates. Pairs must line up."""
+    rates. Pairs must line up.
+    """
     if len(baseline_cost) != len(arm_cost):
         raise ValueError(f"{len(baseline_cost)} baseline costs against {len(arm_cost)} of the arm")
     total = sum(arm_cost)

@@ -1,4 +1,4 @@
-"""Plain values shared by every room. No torch here: tensors appear as `Any` with their shape stated."""
+"""Plain values shared by every room. No torch: tensors appear as `Any`, their shapes stated."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Everything here is applied per token, also inside an accepted run.
+    """How one request is sampled. All of it is applied per token, also inside an accepted run.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, penalties 0 (repetition 1) are off.
     `logprobs` n reports the n likeliest tokens beside the chosen one, from the unprocessed logits.
-    `bad_words` are strings that must not be generated; `stop` strings end the text before themselves.
+    `bad_words` are strings never to be generated; `stop` strings end the text before themselves.
     `grammar` constrains the output: `{"regex": ...}`, `{"json_schema": ...}` or `{"lark": ...}`.
     Raises `InvalidRequest` on any value that has no meaning.
     """
@@ -72,7 +72,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _require(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "-2 to 2")
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more")
-        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens, "0 or more")
+        _require("min_tokens", self.min_tokens, self.min_tokens >= 0, "0 or more")
         _require(
             "min_tokens",
             self.min_tokens,
@@ -136,8 +136,8 @@ DraftLaw = OneHot | Dense | TopK
 class Draft:
     """Draft tokens of one step, anchors excluded.
 
-    `tokens`: int64 [rows, width], padded with -1 past `lens`. `lens`: int64 [rows], 0 where a row has
-    nothing to verify. `law` covers [rows, width]; entries past `lens` are never read.
+    `tokens`: int64 [rows, width], padded with -1 past `lens`. `lens`: int64 [rows], 0 where a row
+    has nothing to verify. `law` covers [rows, width]; entries past `lens` are never read.
     """
 
     tokens: IntArray

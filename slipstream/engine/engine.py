@@ -306,8 +306,8 @@ class Engine:
             raise InvalidRequest("The prompt is empty (0 tokens); give at least one token.")
         if len(prompt) >= self._capacity:
             raise InvalidRequest(
-                f"The prompt has {len(prompt)} tokens; this engine holds {self._capacity} including "
-                "the answer. Shorten the prompt or raise kv_tokens (up to the model's context)."
+                f"The prompt has {len(prompt)} tokens; this engine holds {self._capacity} "
+                "including the answer. Shorten the prompt or raise kv_tokens (up to the model's context)."
             )
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= self.vocabulary.size:
@@ -317,12 +317,14 @@ class Engine:
             )
 
     def _seed(self, params: SamplingParams, index: int) -> int:
-        """Key of a request's uniforms; answers 1.. of one request get keys derived from its seed."""
+        """Key of a request's uniforms; answers 1.. of a request get keys derived from its seed."""
         if params.seed is None:
             return int(self._fresh_seeds.spawn(1)[0].generate_state(1, np.uint64)[0] >> 1)
         if index == 0:
             return params.seed
-        return int(np.random.SeedSequence((params.seed, index)).generate_state(1, np.uint64)[0] >> 1)
+        return int(
+            np.random.SeedSequence((params.seed, index)).generate_state(1, np.uint64)[0] >> 1
+        )
 
     def _stream(self, params: SamplingParams) -> TextStream:
         if self._text_tokenizer is None:

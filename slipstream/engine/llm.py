@@ -157,7 +157,9 @@ class LLM:
         else:
             each = list(params)
         if len(each) != len(many):
-            raise InvalidRequest(f"{len(each)} params for {len(many)} prompts; give one or as many.")
+            raise InvalidRequest(
+                f"{len(each)} params for {len(many)} prompts; give one or as many."
+            )
         ids: list[int] = []
         try:
             for prompt, p in zip(many, each, strict=True):
@@ -176,7 +178,7 @@ class LLM:
         table = PageTable(target.pool, expected_tokens=len(tokens))
         if not table.reserve(len(tokens)):
             raise InvalidRequest(
-                f"Scoring needs room for {len(tokens)} tokens and the cache is full; raise kv_tokens."
+                f"Scoring needs room for {len(tokens)} tokens; the cache is full. Raise kv_tokens."
             )
         margins: list[float] = []
         best: list[int] = []

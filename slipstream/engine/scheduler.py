@@ -88,7 +88,8 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Pick the rows of the next step; may preempt. Rows that can never go on, because the
-        whole pool is too small for them, end up in `exhausted`."""
+        whole pool is too small for them, end up in `exhausted`.
+        """
         decoding = [r for r in self.running if r.pending == 1 and r.opened]
         decoding = [r for r in decoding if self._make_room(r, len(r.tokens))]
         decoding = [r for r in decoding if r in self.running]
@@ -97,11 +98,11 @@ class Scheduler:
         return Batch(decoding, chunks)
 
     def reserve_draft(self, row: Sequence, draft_len: int) -> int:
-        """Pages for `draft_len` draft tokens, or 0 where there are none: drafting never preempts."""
+        """`draft_len` where there are pages for it, else 0: drafting never preempts."""
         return draft_len if row.table.reserve(len(row.tokens) + draft_len) else 0
 
     def _make_room(self, row: Sequence, tokens: int) -> bool:
-        """Cover `tokens` positions, preempting the latest arrivals; False if the row itself went."""
+        """Cover `tokens` positions, preempting latest arrivals; False if the row itself went."""
         while row in self.running and not row.table.reserve(tokens):
             victim = self.running[-1]
             if victim is row and len(self.running) == 1:

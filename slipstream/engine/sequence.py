@@ -59,7 +59,7 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def commit(self, tokens: Seq[int], logprobs: Seq[TokenLogprobs] | None) -> int:
-        """Append verified tokens one by one until a stop or a limit; returns how many were taken."""
+        """Append verified tokens one by one until a stop or a limit; returns how many it took."""
         taken = 0
         for token in tokens:
             self.tokens.append(token)

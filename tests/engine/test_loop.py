@@ -1,4 +1,4 @@
-"""The loop on a toy target whose cache is readable: same tokens as plain decoding, whatever happens."""
+"""The loop on a toy target with a readable cache: the tokens of plain decoding, come what may."""
 
 import numpy as np
 import pytest

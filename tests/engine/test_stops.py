@@ -94,7 +94,10 @@ def test_frequency_penalty_counts_every_token_of_an_accepted_run():
 def test_every_parameter_gives_the_tokens_of_plain_decoding(params, draft_len):
     logits = hashed_logits(16, seed=8, scale=1.0)
     work = [
-        (np.random.default_rng(i).integers(0, 16, 5).tolist(), SamplingParams(max_tokens=24, **params))
+        (
+            np.random.default_rng(i).integers(0, 16, 5).tolist(),
+            SamplingParams(max_tokens=24, **params),
+        )
         for i in range(16)
     ]
     oracle = Oracle(argmax_of(logits), draft_len, wrong_every=5, vocab=16)

@@ -78,7 +78,7 @@ class ToyTarget:
 
 
 class Oracle:
-    """Drafts what `tokens_of(prefix)` says comes next, with every `wrong_every`-th draft spoiled."""
+    """Drafts what `next_of(prefix)` says comes next, every `wrong_every`-th token spoiled."""
 
     needs = ()
 

@@ -1,4 +1,4 @@
-"""After any step the cache holds what a fresh prefill of the committed tokens would have written."""
+"""After any step the cache holds what a fresh prefill of the committed tokens would write."""
 
 import pytest
 import torch

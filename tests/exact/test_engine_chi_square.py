@@ -69,9 +69,7 @@ def p_value(claimed, kind="dense"):
         num_pages=512,
         max_users=64,
     )
-    work = [
-        (PROMPT, SamplingParams(max_tokens=3, temperature=1.0, seed=i)) for i in range(ROUNDS)
-    ]
+    work = [(PROMPT, SamplingParams(max_tokens=3, temperature=1.0, seed=i)) for i in range(ROUNDS)]
     seen = np.zeros((VOCAB,) * 3)
     for c in run(engine, work):
         seen[c.token_ids] += 1

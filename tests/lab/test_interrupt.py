@@ -1,4 +1,4 @@
-"""Ctrl-C in a real process: exit code 130, one sentence, and a run that goes on where it stopped."""
+"""Ctrl-C in a real process: exit 130, one sentence, and a run that goes on where it stopped."""
 
 from __future__ import annotations
 
