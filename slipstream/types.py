@@ -248,7 +248,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished answer."""
+    """One finished answer. `cached_tokens`: prompt tokens taken from other requests' pages."""
 
     request_id: int
     index: int
@@ -259,6 +259,7 @@ class Completion:
     records: tuple[StepRecord, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     error: str | None = None
+    cached_tokens: int = 0
 
 
 class Row(Protocol):

@@ -307,7 +307,7 @@ class Engine:
         if len(prompt) >= self._capacity:
             raise InvalidRequest(
                 f"The prompt has {len(prompt)} tokens; this engine holds {self._capacity} "
-                "including the answer. Shorten the prompt or raise kv_tokens (up to the model's context)."
+                "including the answer. Shorten it, or raise kv_tokens (up to the model's context)."
             )
         low, high = min(prompt), max(prompt)
         if low < 0 or high >= self.vocabulary.size:

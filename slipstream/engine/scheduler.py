@@ -62,7 +62,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.exhausted: list[Sequence] = []
         self.preemptions = 0
-        self.reused_tokens = 0
 
     def add(self, row: Sequence) -> None:
         """Queue a request."""
@@ -142,7 +141,8 @@ class Scheduler:
                 if not self.running:
                     self._exhaust(row)
                 return
-            self.reused_tokens += row.computed
+            if not row.generated:
+                row.cached_tokens = row.computed
             self.waiting.popleft()
             self.running.append(row)
             chunks.append(_chunk(row, budget))

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import secrets
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -179,7 +180,7 @@ def _save(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    partial = entry.with_name(f".{entry.name}.{os.getpid()}.partial")
+    partial = entry.with_name(f".{entry.name}.{secrets.token_hex(4)}.partial")
     try:
         partial.mkdir(parents=True)
         (partial / "config.json").write_text(json.dumps(dict(config), indent=1))

@@ -125,6 +125,7 @@ class _Client:
             timings=Timings(self.arrived, tuple(self.times), tuple(self.chunks)),
             seed=self.request.params.seed,
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=done.cached_tokens,
             token_ids=tuple(done.token_ids),
             records=done.records,
             error=done.error,
