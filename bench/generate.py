@@ -70,13 +70,9 @@ def main() -> None:
         theirs(model, prompts, 8)
         rounds = []
         for i in range(args.rounds):
-            pair = [lambda: ours(llm, prompts, args.tokens)]
-            pair.append(lambda: theirs(model, prompts, args.tokens))
-            if i % 2:
-                b, a = pair[1](), pair[0]()
-            else:
-                a, b = pair[0](), pair[1]()
-            rounds.append((a, b))
+            first = theirs(model, prompts, args.tokens) if i % 2 else None
+            mine = ours(llm, prompts, args.tokens)
+            rounds.append((mine, first or theirs(model, prompts, args.tokens)))
         ratio = statistics.median(a / b for a, b in rounds)
         mine, hf = (statistics.median(r[k] for r in rounds) for k in (0, 1))
         print(

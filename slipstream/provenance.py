@@ -89,13 +89,13 @@ def _git(*args: str) -> str | None:
 
 
 def _cpu_model() -> str:
+    fallback = platform.processor() or platform.machine()
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
-        pass
-    return platform.processor() or platform.machine()
+        return fallback
+    names = [line.split(":", 1)[1] for line in text.splitlines() if line.startswith("model name")]
+    return names[0].strip() if names else fallback
 
 
 def _cores() -> int:
