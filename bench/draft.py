@@ -1,6 +1,7 @@
 """What drafting costs, and what it would bring on given text.
 
     python bench/draft.py            microseconds a row-step, histories of 8K and 126K tokens
+    python bench/draft.py --out F    the same, kept as JSON
     python bench/draft.py FILE...    replays files as if a model had written them
 
 Timing covers `draft` plus `advance` of one row, histories interleaved step by step. The replay
@@ -12,6 +13,7 @@ slope being what verifying costs SmolLM2-135M on 2 cores: 8 rows cost 1.10x of o
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream import provenance
 from slipstream.drafters.specs import DrafterContext, build
 from slipstream.metrics import acceptance
 from slipstream.types import SamplingParams, StageTimes, StepRecord, Verdict
@@ -64,8 +67,11 @@ def history(kind: str, length: int) -> list[int]:
     return (period * (length // len(period) + 1))[:length]
 
 
-def time_drafters(lengths: Sequence[int], steps: int = 300, per_step: int = 4) -> None:
-    """Print median and 95th percentile of a row-step, and the ratio of the longest to the first."""
+def time_drafters(lengths: Sequence[int], steps: int = 300, per_step: int = 4) -> dict[str, float]:
+    """Print median and 95th percentile of a row-step, and the ratio of the longest to the first.
+    Returns the medians, in microseconds.
+    """
+    found = {}
     plan = np.array([8])
     print("drafter                text    history  open ms  us/step    p95  ratio")
     for spec in SPECS:
@@ -89,10 +95,12 @@ def time_drafters(lengths: Sequence[int], steps: int = 300, per_step: int = 4) -
             first = np.median(arms[0][3])
             for length, (_, _, opened, seconds) in zip(lengths, arms, strict=True):
                 median, high = np.quantile(seconds, [0.5, 0.95]) * 1e6
+                found[f"{spec}, {kind}, {length // 1000}K tokens"] = float(median)
                 print(
                     f"{spec:22} {kind:6} {length:8} {opened * 1e3:8.1f} {median:8.1f} {high:6.0f}"
                     f"  {median / first / 1e6:.2f}"
                 )
+    return found
 
 
 def replay(spec: str, texts: Sequence[Sequence[int]]) -> list[StepRecord]:
@@ -133,7 +141,11 @@ def rate(files: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:2] == ["--out"]:
+        body = {"bench": "draft", "machine": provenance.machine()}
+        body |= {"microseconds": time_drafters((8_000, 126_000))}
+        Path(sys.argv[2]).write_text(json.dumps(body, indent=1) + "\n")
+    elif sys.argv[1:]:
         rate(sys.argv[1:])
     else:
         time_drafters((8_000, 126_000))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from slipstream.errors import InvalidConfig, InvalidRequest, ModelError, SlipstreamError
 from slipstream.types import Completion, FinishReason, SamplingParams
 from slipstream.version import __version__
 
@@ -21,7 +22,17 @@ os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 if TYPE_CHECKING:
     from slipstream.engine.llm import LLM
 
-__all__ = ["LLM", "Completion", "FinishReason", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "FinishReason",
+    "InvalidConfig",
+    "InvalidRequest",
+    "ModelError",
+    "SamplingParams",
+    "SlipstreamError",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
