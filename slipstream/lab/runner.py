@@ -22,7 +22,7 @@ from slipstream.lab.events import Event, Kind, OnEvent, duration, ignore
 from slipstream.lab.grid import Cell, Grid
 from slipstream.lab.pace import Pace
 from slipstream.lab.prompts import Prompt, from_file
-from slipstream.lab.samples import Request, Sample
+from slipstream.lab.samples import Request, Sample, by_unit, window
 from slipstream.version import __version__
 
 TEMPLATE_TOKENS = 64  # what a chat template and a salt add to a prompt, generously
@@ -280,23 +280,21 @@ class _Run:
         slug, repeat = block
         cell, units = self.prepared.cells[slug], self.prepared.units(block)
         samples: dict[str, list[Sample]] = {arm: [] for arm in self.grid.arms}
-        walls = dict.fromkeys(self.grid.arms, 0.0)
+        start = time.monotonic()
         for index, unit in enumerate(units):
-            for arm in traffic.arm_order(self.grid.arms, repeat * len(units) + index):
-                self._progress_text(f"{cell.name}, repeat {repeat + 1}: {arm}")
+            order = traffic.arm_order(self.grid.arms, repeat * len(units) + index)
+            self._progress_text(f"{cell.name}, repeat {repeat + 1}")
+            for arm in order:
                 self.backend.reset(arm)
-                start = time.monotonic()
-                rows = self.backend.run(arm, unit, users=cell.users)
-                walls[arm] += time.monotonic() - start
-                number = self._unit_number(block, index)
+            number = self._unit_number(block, index)
+            together = self.backend.run_together(order, unit, users=cell.users)
+            for arm, rows in together.items():
                 samples[arm] += [replace(row, unit=number) for row in rows]
-                self.done += 1
-        self._write(block, samples, walls)
-        self.pace.measured(slug, sum(walls.values()))
+            self.done += len(order)
+        self._write(block, samples)
+        self.pace.measured(slug, time.monotonic() - start)
 
-    def _write(
-        self, block: Block, samples: dict[str, list[Sample]], walls: dict[str, float]
-    ) -> None:
+    def _write(self, block: Block, samples: dict[str, list[Sample]]) -> None:
         slug, repeat = block
         attempt = sum(
             r["kind"] == "cell" and (r["cell"], r["repeat"]) == block for r in self.book.records
@@ -314,7 +312,7 @@ class _Run:
                     "repeat": repeat,
                     "attempt": attempt,
                     "time": provenance.now(),
-                    "wall_s": round(walls[arm], 4),
+                    "wall_s": round(sum(map(window, by_unit(samples[arm]).values())), 4),
                     **written,
                 }
             )

@@ -62,6 +62,15 @@ class Backend(Protocol):
         """Closed loop of `users`: the next is sent when one ends. Samples in request order."""
         ...
 
+    def run_together(
+        self, arms: Sequence[str], requests: Sequence[Request], *, users: int
+    ) -> dict[str, list[Sample]]:
+        """The same requests on every arm, as finely interleaved as the backend can, `arms` first to
+        last. Each arm's clock counts its own work only; a backend that cannot take turns inside a
+        request uses `one_after_another`.
+        """
+        ...
+
     def score(self, request: Request, token_ids: Sequence[int]) -> Scores | None:
         """Score an output of `request`; None where the backend cannot."""
         ...
@@ -69,3 +78,10 @@ class Backend(Protocol):
     def close(self) -> None:
         """Give back what `open` took."""
         ...
+
+
+def one_after_another(
+    backend: Backend, arms: Sequence[str], requests: Sequence[Request], *, users: int
+) -> dict[str, list[Sample]]:
+    """`run_together` of backends whose arms cannot take turns: whole runs, in order."""
+    return {arm: backend.run(arm, requests, users=users) for arm in arms}

@@ -63,27 +63,23 @@ class Embedded:
 
     def run(self, arm: str, requests: Sequence[Request], *, users: int) -> list[Sample]:
         """Closed loop, timed where a client would stand: at submit and after each step."""
-        llm = self._arms[arm]
-        prompts = [_encode(llm, request) for request in requests]
-        clients: dict[int, _Client] = {}
-        waiting = deque(range(len(requests)))
-        running = 0
+        return self.run_together([arm], requests, users=users)[arm]
+
+    def run_together(
+        self, arms: Sequence[str], requests: Sequence[Request], *, users: int
+    ) -> dict[str, list[Sample]]:
+        """All arms at once, taking turns step by step, each on a clock that stands still while the
+        others work. The arm whose clock is furthest behind goes next, so whatever the machine does
+        in a second it does to all of them.
+        """
+        loops = {arm: _Loop(self._arms[arm], requests, users) for arm in arms}
         try:
-            while waiting or running:
-                while waiting and running < users:
-                    index = waiting.popleft()
-                    arrived = time.perf_counter()
-                    request_id = llm.engine.submit(
-                        prompts[index], requests[index].params, arrived=arrived
-                    )
-                    clients[request_id] = _Client(requests[index], len(prompts[index]), arrived)
-                    running += 1
-                running -= _step(llm, clients)
+            while open_loops := [loop for loop in loops.values() if not loop.done]:
+                min(open_loops, key=lambda loop: loop.clock).advance()
         finally:
-            for request_id, client in clients.items():
-                if client.completion is None:
-                    llm.engine.cancel(request_id)
-        return [client.sample() for client in clients.values()]
+            for loop in loops.values():
+                loop.cancel()
+        return {arm: loop.samples() for arm, loop in loops.items()}
 
     def score(self, request: Request, token_ids: Sequence[int]) -> Scores:
         """Teacher-forced margins on the shared weights, one forward without drafts."""
@@ -132,20 +128,50 @@ class _Client:
         )
 
 
-def _step(llm: LLM, clients: dict[int, _Client]) -> int:
-    """One round of the engine; returns how many requests ended in it."""
-    outputs = llm.engine.step()
-    now = time.perf_counter()
-    ended = 0
-    for output in outputs:
-        client = clients[output.request_id]
-        if output.tokens:
-            client.times.append(now)
-            client.chunks.append(len(output.tokens))
-        if output.completion is not None:
-            client.completion = output.completion
-            ended += 1
-    return ended
+class _Loop:
+    """The closed loop of one arm: `users` requests in flight, `clock` in seconds of its own work."""
+
+    def __init__(self, llm: LLM, requests: Sequence[Request], users: int) -> None:
+        self._llm, self._users = llm, users
+        self._waiting = deque((request, _encode(llm, request)) for request in requests)
+        self._clients: dict[int, _Client] = {}
+        self._running = 0
+        self.clock = 0.0
+
+    @property
+    def done(self) -> bool:
+        """True when every request has ended."""
+        return not self._waiting and not self._running
+
+    def advance(self) -> None:
+        """Send what a free user has to send, then one round of the engine."""
+        start = time.perf_counter() - self.clock
+        while self._waiting and self._running < self._users:
+            request, prompt = self._waiting.popleft()
+            request_id = self._llm.engine.submit(prompt, request.params)
+            arrived = time.perf_counter() - start
+            self._clients[request_id] = _Client(request, len(prompt), arrived)
+            self._running += 1
+        outputs = self._llm.engine.step()
+        self.clock = time.perf_counter() - start
+        for output in outputs:
+            client = self._clients[output.request_id]
+            if output.tokens:
+                client.times.append(self.clock)
+                client.chunks.append(len(output.tokens))
+            if output.completion is not None:
+                client.completion = output.completion
+                self._running -= 1
+
+    def cancel(self) -> None:
+        """End what still runs."""
+        for request_id, client in self._clients.items():
+            if client.completion is None:
+                self._llm.engine.cancel(request_id)
+
+    def samples(self) -> list[Sample]:
+        """Finished requests, in the order they were sent."""
+        return [client.sample() for client in self._clients.values()]
 
 
 def _encode(llm: LLM, request: Request) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.errors import InvalidConfig
-from slipstream.lab.backends.base import Scores, TargetInfo
+from slipstream.lab.backends.base import Scores, TargetInfo, one_after_another
 from slipstream.lab.samples import Request, Sample
 from slipstream.types import StageTimes, StepRecord, Timings
 
@@ -123,6 +123,12 @@ class Simulated:
             self._step(model, active)
             active = [row for row in active if not row.done]
         return [_sample(row, model) for row in rows]
+
+    def run_together(
+        self, arms: Sequence[str], requests: Sequence[Request], *, users: int
+    ) -> dict[str, list[Sample]]:
+        """Arm after arm: on a virtual clock nothing disturbs them."""
+        return one_after_another(self, arms, requests, users=users)
 
     def score(self, request: Request, token_ids: Sequence[int]) -> Scores:
         """The baseline's own words are always the likeliest."""
