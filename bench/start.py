@@ -16,9 +16,10 @@ from pathlib import Path
 
 from slipstream import provenance
 
-CODE = (
-    "from slipstream import LLM, SamplingParams; LLM().generate('hi', SamplingParams(max_tokens=1))"
-)
+CODE = """
+from slipstream import LLM, SamplingParams
+LLM().generate("hi", SamplingParams(max_tokens=1))
+"""
 
 
 def start(cache: str) -> float:

@@ -56,6 +56,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text; no chat template.")
     ] = False,
@@ -75,7 +76,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     if not text.strip():
         raise InvalidRequest("The prompt is empty; give some text, or - to read standard input.")
-    llm = LLM(model, drafter=drafter, dtype=dtype, max_users=1)
+    llm = LLM(model, drafter=drafter, dtype=dtype, device=device, max_users=1)
     chat = not raw and bool(llm.tokenizer.chat_template)
     completion = None
     for output in llm.stream([{"role": "user", "content": text}] if chat else text, params):

@@ -35,7 +35,8 @@ class LLM:
     `drafter`: a spec such as "none", "ngram:3", "suffix", "draft_model:PATH:4".
     `kv_tokens`: positions the paged cache holds, all users together (default: what the users can
     need, within half of the free memory). `dtype`: bfloat16 (default) or float32; a `LoadedModel`
-    brings its own. `threads`: torch threads (default: torch's choice).
+    brings its own, and its device. `device`: cpu, cuda or cuda:N (default: cuda where there is
+    one). `threads`: torch threads (default: torch's choice).
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LLM:
         *,
         drafter: str = "none",
         dtype: str | None = None,
+        device: str | None = None,
         max_users: int = 16,
         kv_tokens: int | None = None,
         prefix_cache: bool = True,
@@ -58,7 +60,7 @@ class LLM:
             if threads < 1:
                 raise InvalidConfig(f"threads is {threads}; allowed: 1 or more.")
             torch.set_num_threads(threads)
-        self.loaded = _load(model, dtype)
+        self.loaded = _load(model, dtype, device)
         self._settings: dict[str, Any] = {
             "max_users": max_users,
             "kv_tokens": kv_tokens,
@@ -75,6 +77,7 @@ class LLM:
             tokenizer=self.tokenizer,
             dtype=self.loaded.model.dtype,
             max_users=max_users,
+            device=str(self.loaded.model.device),
             prefix_cache=prefix_cache,
         )
         self.drafter = build(drafter, context=context)
@@ -100,6 +103,8 @@ class LLM:
         """Token ids of a prompt; messages go through the model's chat template."""
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt).input_ids)
+        if not isinstance(prompt, Seq):
+            raise InvalidRequest(f"A prompt is text, token ids or messages, not {prompt!r}.")
         items = list(prompt)
         if not all(isinstance(m, Mapping) for m in items):
             return [_token_id(t) for t in items]
@@ -214,11 +219,15 @@ def _token_id(token: object) -> int:
     return token
 
 
-def _load(model: str | Path | LoadedModel, dtype: str | None) -> LoadedModel:
+def _load(model: str | Path | LoadedModel, dtype: str | None, device: str | None) -> LoadedModel:
     if dtype is not None and dtype not in DTYPES:
         raise InvalidConfig(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
     if not isinstance(model, LoadedModel):
-        return load(model, dtype=DTYPES[dtype or "bfloat16"])
+        return load(model, dtype=DTYPES[dtype or "bfloat16"], device=_device(device))
+    if device is not None and model.model.device != _device(device):
+        raise InvalidConfig(
+            f"device is {device!r}, but {model.name} is on {model.model.device}; load it again."
+        )
     if dtype is not None and model.model.dtype is not DTYPES[dtype]:
         raise InvalidConfig(
             f"dtype is {dtype!r}, but {model.name} is loaded as {model.model.dtype}; load it again."
@@ -226,8 +235,25 @@ def _load(model: str | Path | LoadedModel, dtype: str | None) -> LoadedModel:
     return model
 
 
+def _device(name: str | None) -> torch.device:
+    cuda = torch.cuda.is_available()
+    if name is None:
+        return torch.device("cuda", 0) if cuda else torch.device("cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise InvalidConfig(f"device is {name!r}; choose cpu, cuda or cuda:N.")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not cuda or int(index or 0) >= torch.cuda.device_count():
+        raise InvalidConfig(f"device is {name!r}, which this machine does not have; try cpu.")
+    return torch.device("cuda", int(index or 0))
+
+
 def _default_kv_tokens(loaded: LoadedModel, max_users: int) -> int:
     config = loaded.model.config
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if loaded.model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(loaded.model.device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(max(2 * PAGE_SIZE, min(max_users * config.max_context, free // 2 // per_token)))

@@ -50,7 +50,8 @@ def test_timings_are_the_clients(llm):
     [
         ("", None, "empty"),
         ([[1], []], None, "empty"),
-        ([1, "a"], None, "'a'"),
+        ([1, "a"], None, "not 1"),
+        ([[1, "a"]], None, "'a'"),
         ([[1] * 600], None, "600 tokens"),
         ([[1], [2]], [SamplingParams()], "1 params for 2"),
         ([1], SamplingParams(logit_bias={9999: 1.0}), "9999"),

@@ -129,7 +129,7 @@ class _Client:
 
 
 class _Loop:
-    """The closed loop of one arm: `users` requests in flight, `clock` in seconds of its own work."""
+    """One arm's closed loop: `users` requests in flight, `clock` in seconds of its own work."""
 
     def __init__(self, llm: LLM, requests: Sequence[Request], users: int) -> None:
         self._llm, self._users = llm, users

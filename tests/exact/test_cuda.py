@@ -1,0 +1,34 @@
+"""The same equality on a GPU, where there is one. CI has none: see docs/log.md for runs."""
+
+import pytest
+import torch
+
+from slipstream.engine import LLM
+from slipstream.models.tiny import save_tiny, tiny_model
+from slipstream.types import SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+PROMPTS = [[7, 8, 9] * 5, [3, 4] * 9, list(range(40, 75)), [5] * 12] * 4
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("draft") / "tiny"
+    save_tiny(folder, seed=1)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_drafter_gives_the_tokens_of_the_cpu(family, temperature, draft):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=3, ignore_eos=True)
+    cpu, gpu = LLM(tiny_model(family), device="cpu"), LLM(tiny_model(family, device="cuda:0"))
+    expected = [c.token_ids for c in cpu.generate(PROMPTS, params)]
+    assert [c.token_ids for c in gpu.generate(PROMPTS, params)] == expected
+    drafters = ["ngram:4,min=1", "suffix:6"] + ([f"draft_model:{draft}:3"] * (temperature == 0.0))
+    for drafter in drafters:
+        done = gpu.fork(drafter).generate(PROMPTS, params)
+        assert [c.token_ids for c in done] == expected, drafter
+        assert sum(r.drafted for c in done for r in c.records) > 0
