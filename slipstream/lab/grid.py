@@ -33,7 +33,9 @@ class Cell:
     `prompts` are run in every repeat: one by one where `users` is 1, else in closed-loop waves of
     `wave` prompts (default: `users`). `fresh_prompts` gives every repeat other prompts, which says
     more than repeating where prompts are plenty and runs are dear. `document_tokens` is the
-    prompt's length for generated documents.
+    prompt's length for generated documents. `spread`: single requests may have between
+    `max_tokens * (1 - spread)` and `max_tokens` tokens, drawn per prompt and alike for all arms; a
+    loop in which every answer has the same limit ends all at once for plain decoding only.
     """
 
     traffic: str
@@ -42,6 +44,7 @@ class Cell:
     prompts: int = 4
     wave: int | None = None
     max_tokens: int = 64
+    spread: float = 0.0
     document_tokens: int | None = None
     fresh_prompts: bool = False
 
@@ -66,6 +69,7 @@ class Cell:
             self.wave,
             f"users ({self.users}) to prompts ({self.prompts}), and only with more than one user",
         )
+        require(0 <= self.spread < 1, where, "spread", self.spread, "0 up to below 1")
         tokens = self.document_tokens
         require(tokens is None or tokens >= 64, where, "document_tokens", tokens, "64 or more")
 

@@ -64,7 +64,9 @@ def cell_requests(
             params=params(
                 grid,
                 sampling=cell.sampling,
-                max_tokens=cell.max_tokens,
+                max_tokens=limit(
+                    cell, draw=number(grid.seed, "limit", cell.slug, repeat, prompt.id)
+                ),
                 seed=number(grid.seed, "seed", cell.slug, repeat, prompt.id),
             ),
         )
@@ -75,6 +77,11 @@ def cell_requests(
     if len(units) > 1 and len(units[-1]) < cell.users:  # a wave must keep all its users busy
         units[-2:] = [units[-2] + units[-1]]
     return units
+
+
+def limit(cell: Cell, *, draw: int) -> int:
+    """Most output tokens of one request; `draw`: 31 random bits (see `Cell.spread`)."""
+    return max(2, round(cell.max_tokens * (1 - cell.spread * draw / 2**31)))
 
 
 def params(grid: Grid, *, sampling: str, max_tokens: int, seed: int) -> SamplingParams:

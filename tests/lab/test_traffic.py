@@ -96,3 +96,13 @@ def test_raw_looping_and_repeated_prompts_are_refused() -> None:
     loop = Prompt("a", ({"role": "user", "content": "yes no " * 60},))
     assert traffic.lint([loop], INFO) == ["1 of 1 prompts repeat themselves"]
     assert "copies of others" in traffic.lint([loop, loop], INFO)[1]
+
+
+def test_limits_lie_within_the_spread_and_differ() -> None:
+    cell = Cell(traffic="chat", users=2, prompts=2, max_tokens=50, spread=0.6)
+    limits = [traffic.limit(cell, draw=draw) for draw in range(0, 2**31, 2**25)]
+    assert min(limits) >= 20
+    assert max(limits) == 50
+    assert len(set(limits)) > 20
+    same = Cell(traffic="chat", users=2, prompts=2, max_tokens=50)
+    assert {traffic.limit(same, draw=draw) for draw in (0, 2**30)} == {50}
