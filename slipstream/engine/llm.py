@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -68,6 +69,7 @@ class LLM:
             "prefill_chunk": prefill_chunk,
         }
         self.tokenizer = self.loaded.tokenizer
+        self._inboxes: dict[int, deque[StepOutput]] = {}
         config = self.loaded.model.config
         tokens = kv_tokens or _default_kv_tokens(self.loaded, max_users)
         target = Target(self.loaded, num_pages=-(-tokens // PAGE_SIZE), page_size=PAGE_SIZE)
@@ -142,16 +144,33 @@ class LLM:
         return self._run(self._submit_all(prompts, params))
 
     def _run(self, ids: Seq[int]) -> Iterator[StepOutput]:
+        inbox: deque[StepOutput] = deque()
+        self._inboxes |= dict.fromkeys(ids, inbox)
+        return self._drain(ids, inbox)
+
+    def _drain(self, ids: Seq[int], inbox: deque[StepOutput]) -> Iterator[StepOutput]:
         open_ids = set(ids)
         try:
             while open_ids:
-                for output in self.engine.step():
+                if not inbox:
+                    self._step()
+                while inbox:
+                    output = inbox.popleft()
                     if output.completion:
                         open_ids.discard(output.request_id)
                     yield output
         finally:
             for request_id in open_ids:
                 self.engine.cancel(request_id)
+            for request_id in ids:
+                self._inboxes.pop(request_id, None)
+
+    def _step(self) -> None:
+        """One round; outputs go to whoever waits for them, since several calls may be open."""
+        for output in self.engine.step():
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:
+                inbox.append(output)
 
     def _submit_all(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None

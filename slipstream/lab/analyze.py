@@ -153,6 +153,10 @@ def _cell(
     is_baseline = m.arm == plan.baseline
     headline = decode_units if m.cell.users == 1 else total_units
     ratio = None if is_baseline else stats.speedup(*_paired(baseline, m, headline), seed=seed)
+    decode = None
+    if headline is total_units and not is_baseline:
+        decode = stats.speedup(*_paired(baseline, m, decode_units), seed=seed)
+    copied = [s.copied for s in samples if s.copied is not None]
     steps = accepted.tokens_per_step if accepted else None
     length_ratio = _length_ratio(samples, baseline.samples)
     reasons = [
@@ -188,6 +192,8 @@ def _cell(
         publishable=not reasons,
         reasons=tuple(reasons),
         label=head["target"]["label"],
+        decode_speedup=decode,
+        copied=sum(copied) / len(copied) if copied else None,
     )
 
 

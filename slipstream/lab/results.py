@@ -55,6 +55,8 @@ class CellResult:
 
     `speedup` compares the headline metric of the cell with the baseline of the same batch of runs:
     ms/token where `users` is 1, total tok/s otherwise. `stage_ms` is milliseconds a step.
+    `decode_speedup` is the same ratio of ms/token alone, where the headline is tok/s: the two can
+    move apart. `copied`: mean share of the answers' words copied from the text to be edited.
     `published_ratio` is only set by reference ledgers: the ratio as its source printed it.
     `run` names the arm's own run where it differs from its batch; empty means `batch`.
     """
@@ -85,6 +87,8 @@ class CellResult:
     publishable: bool
     reasons: tuple[str, ...]
     label: str = ""
+    decode_speedup: Interval | None = None
+    copied: float | None = None
     published_ratio: float | None = None
     run: str = ""
 

@@ -13,7 +13,7 @@ from slipstream.lab.results import CellResult, GateResult, GateStatus, GridResul
 from slipstream.types import StageTimes
 
 FORMAT = 1
-_INTERVALS = ("ms_per_token", "user_tok_s", "total_tok_s", "ttft_ms", "speedup")
+_INTERVALS = ("ms_per_token", "user_tok_s", "total_tok_s", "ttft_ms", "speedup", "decode_speedup")
 
 
 def save_result(result: GridResult, path: Path) -> None:
@@ -54,7 +54,8 @@ def load_result(path: Path) -> GridResult:
 def _cell(body: dict[str, Any]) -> CellResult:
     values = dict(body)
     for name in _INTERVALS:
-        values[name] = None if body[name] is None else Interval(**body[name])
+        value = body.get(name)
+        values[name] = None if value is None else Interval(**value)
     values["stage_ms"] = None if body["stage_ms"] is None else StageTimes(**body["stage_ms"])
     values["by_position"] = tuple(body["by_position"])
     values["reasons"] = tuple(body["reasons"])

@@ -8,6 +8,7 @@ repeat: when time runs out every cell has about the same number of repeats, and 
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from slipstream.lab.backends.base import Backend, TargetInfo
 from slipstream.lab.events import Event, Kind, OnEvent, duration, ignore
 from slipstream.lab.grid import Cell, Grid
 from slipstream.lab.pace import Pace
-from slipstream.lab.prompts import Prompt, from_file
+from slipstream.lab.prompts import Prompt, copy_overlap, from_file
 from slipstream.lab.samples import Request, Sample, by_unit, window
 from slipstream.version import __version__
 
@@ -255,7 +256,7 @@ class _Run:
                 self.backend.reset(arm)
 
     def _announce(self) -> None:
-        seconds = self._seconds_left()
+        seconds = sum(map(self._estimate, self.todo))
         text = f"{len(self.todo)} blocks to measure, about {duration(seconds)}"
         budget = self._budget_left()
         if budget is not None and seconds > budget:
@@ -289,7 +290,10 @@ class _Run:
             number = self._unit_number(block, index)
             together = self.backend.run_together(order, unit, users=cell.users)
             for arm, rows in together.items():
-                samples[arm] += [replace(row, unit=number) for row in rows]
+                samples[arm] += [
+                    replace(row, unit=number, copied=_copied(request, row))
+                    for request, row in zip(unit, rows, strict=True)
+                ]
             self.done += len(order)
         self._write(block, samples)
         self.pace.measured(slug, time.monotonic() - start)
@@ -335,7 +339,11 @@ class _Run:
         return self.pace.block(self.prepared.cells[slug], prompt_tokens=tokens)
 
     def _seconds_left(self) -> float:
-        return sum(map(self._estimate, self.todo))
+        """What is left to measure, at most what the budget allows."""
+        budget = self._budget_left()
+        return min(
+            sum(map(self._estimate, self.todo)), math.inf if budget is None else max(0.0, budget)
+        )
 
     def _budget_left(self) -> float | None:
         minutes = self.grid.budget_minutes
@@ -343,6 +351,11 @@ class _Run:
 
     def _progress_text(self, text: str) -> None:
         self.on_event(Event(Kind.PROGRESS, text, self.done, self.total, self._seconds_left()))
+
+
+def _copied(request: Request, sample: Sample) -> float | None:
+    source = request.prompt.source
+    return round(copy_overlap(source, sample.text), 4) if source else None
 
 
 def _plain_info(info: TargetInfo) -> dict[str, object]:

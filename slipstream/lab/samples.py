@@ -25,7 +25,8 @@ class Sample:
 
     `timings` are client-clock seconds; only differences within one run of a backend mean anything.
     `cached_tokens` are prompt tokens taken from a prefix cache. `unit` is the prompt's or wave's
-    index, set by the runner.
+    index, set by the runner. `copied`: share of the answer's words in verbatim runs of the prompt's
+    source text (`prompts.copy_overlap`), None where the prompt has none.
     """
 
     id: str
@@ -39,6 +40,7 @@ class Sample:
     token_ids: tuple[int, ...] | None = None
     records: tuple[StepRecord, ...] | None = None
     error: str | None = None
+    copied: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -75,6 +77,7 @@ def to_json(sample: Sample) -> dict[str, Any]:
         "text": sample.text,
         "finish": sample.finish,
         "error": sample.error,
+        "copied": sample.copied,
         "arrived": round(sample.timings.arrived, 6),
         "chunk_times": [round(t, 6) for t in sample.timings.chunk_times],
         "chunk_tokens": list(sample.timings.chunk_tokens),
@@ -95,6 +98,7 @@ def from_json(row: dict[str, Any]) -> Sample:
         text=row["text"],
         finish=row["finish"],
         error=row["error"],
+        copied=row.get("copied"),
         timings=Timings(
             arrived=row["arrived"],
             chunk_times=tuple(row["chunk_times"]),

@@ -87,10 +87,11 @@ def test_mistakes_are_one_sentence_and_leave_nothing_running(llm, prompts, param
 )
 def test_absurd_sampling_values_are_refused_with_the_value_and_the_range(values):
     name, value = next(iter(values.items()))
+    shown = {"stop": "''", "logit_bias": "inf"}.get(name, repr(value))
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**values)
     assert name.split("[")[0] in str(caught.value)
-    assert str(value)[:3] in str(caught.value) or "non-empty" in str(caught.value)
+    assert shown in str(caught.value)
 
 
 @pytest.mark.parametrize(

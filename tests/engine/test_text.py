@@ -110,3 +110,15 @@ class _Always:
         return np.full(len(rows), self._draft_len, np.int64)
 
     def observe(self, records): ...
+
+
+def test_a_call_made_while_a_stream_is_open_takes_nothing_from_it(llm):
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    (expected,) = llm.generate([5, 6, 7], params)
+    stream = llm.stream([5, 6, 7], params)
+    tokens = next(stream).tokens
+    (other,) = llm.generate([8, 9], params)
+    assert len(other.token_ids) == 12
+    for output in stream:
+        tokens += output.tokens
+    assert tokens == expected.token_ids

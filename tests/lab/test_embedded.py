@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from slipstream.lab.backends.embedded import Embedded
 from slipstream.lab.prompts import Prompt
 from slipstream.lab.results import GateStatus
 from slipstream.lab.runner import run_grid
-from slipstream.lab.samples import Request
+from slipstream.lab.samples import Request, window
 from slipstream.lab.scrutiny import adds_up
 from slipstream.types import SamplingParams
 
@@ -124,3 +125,27 @@ def test_warmup_fits_every_model(backend: Embedded) -> None:
     plan = grid.load("spec_tiny")
     samples = backend.run("none", traffic.warmup_requests(plan, users=2), users=2)
     assert all(s.error is None for s in samples)
+
+
+def test_arms_that_take_turns_answer_as_they_do_alone(backend: Embedded) -> None:
+    work = requests(5)
+    alone = {arm: backend.run(arm, work, users=2) for arm in ARMS}
+    for arm in ARMS:
+        backend.reset(arm)
+    together = backend.run_together(ARMS, work, users=2)
+    for arm in ARMS:
+        assert [s.id for s in together[arm]] == [r.id for r in work]
+        assert [s.token_ids for s in together[arm]] == [s.token_ids for s in alone[arm]]
+
+
+def test_an_arms_clock_counts_its_own_work_only(backend: Embedded) -> None:
+    start = time.perf_counter()
+    together = backend.run_together(ARMS, requests(5), users=2)
+    wall = time.perf_counter() - start
+    own = [window(samples) for samples in together.values()]
+    assert sum(own) <= wall
+    stepped = [
+        sum(t.total for t in {r.step: r.times for s in rows for r in s.records or ()}.values())
+        for rows in together.values()
+    ]
+    assert all(clock >= work for clock, work in zip(own, stepped, strict=True))
