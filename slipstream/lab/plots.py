@@ -184,6 +184,9 @@ def _beside(axes: Axes, inches: float, y: float, text: str, **how: Any) -> None:
     axes.text(inches / width, y, text, transform=where, va="center", clip_on=False, **how)
 
 
+_TICKS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+
+
 def _speedup_figure(
     groups: Sequence[tuple[str, list[CellResult]]], colors: Mapping[str, str]
 ) -> Figure:
@@ -193,13 +196,18 @@ def _speedup_figure(
         _interval_mark(axes, y, cell, colors[cell.arm])
     spans = [_span(c.speedup) for _, c in rows if c.speedup]
     low, high = min([0.9, *(s[0] for s in spans)]), max([1.1, *(s[1] for s in spans)])
-    axes.set_xlim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    room = (high / low) ** 0.05
+    axes.set_xscale("log")  # twice as fast and half as fast are equally far from 1
+    axes.set_xlim(low / room, high * room)
     axes.axvline(1.0, color=_INK, linewidth=1, zorder=1)
     axes.grid(axis="x", zorder=0)
     axes.set_axisbelow(True)
     axes.set_xlabel("speedup over the baseline")
-    axes.xaxis.set_major_formatter("{x:.1f}×")
-    axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
+    coarse = high / low > 4
+    ticks = [t for t in (_TICKS[::2] if coarse else _TICKS) if low / room <= t <= high * room]
+    axes.xaxis.set_major_locator(mpl.ticker.FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(mpl.ticker.NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}×")
     return figure
 
 

@@ -71,6 +71,14 @@ def test_alone_and_in_a_crowd_are_the_same():
     assert together == alone == reordered
 
 
+def test_sixty_four_users_of_a_hundred_requests():
+    work = jobs(100, tokens=6)
+    oracle = Oracle(argmax_of(LOGITS), 3, wrong_every=3)
+    engine = toy_engine(LOGITS, oracle, max_users=64, num_pages=512)
+    assert ids(run(engine, work)) == ids(plain(work, max_users=1))
+    assert engine.target.pool.available == 512
+
+
 def test_unseeded_requests_differ():
     work = [([5, 6], SamplingParams(max_tokens=8, temperature=1.0))] * 64
     assert len(set(ids(plain(work)))) > 1

@@ -27,6 +27,7 @@ TWISTS = [
     {"stop_token_ids": (60, 61, 62, 63, 64)},
     {"stop": ("e", "t")},
     {"logprobs": 1},
+    {"grammar": {"regex": "[a-e ]{6,15}"}},
 ]
 
 
