@@ -84,6 +84,9 @@ class SamplingParams:
             _require("logprobs", self.logprobs, 0 <= self.logprobs <= 20, "0 to 20")
         if self.seed is not None:
             _require("seed", self.seed, 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            _require(name, value, not isinstance(value, str), f"a list of strings, ({value!r},)")
         for text in (*self.stop, *self.bad_words):
             _require("stop and bad_words", text, bool(text), "non-empty strings")
         for token, bias in self.logit_bias.items():

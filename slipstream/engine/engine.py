@@ -154,6 +154,10 @@ class Engine:
         self.scheduler.add(row)
         return request_id
 
+    def knows(self, request_id: int) -> bool:
+        """True while the request is waiting or running."""
+        return request_id in self._rows
+
     def cancel(self, request_id: int) -> Completion | None:
         """End a request now; None if it is not running (any more)."""
         row = self._rows.get(request_id)
@@ -187,7 +191,7 @@ class Engine:
         clock.lap("sample")
         records = self._advance(batch, draft, verdict, scores, clock)
         self.controller.observe(records)
-        return outputs + self._emit(batch.rows, records)
+        return outputs + self._emit(batch.rows, records) + self._fail_chunks(batch, scores)
 
     def _reserve(self, batch: Batch, plan: Any) -> Any:
         for i, row in enumerate(batch.decoding):
@@ -287,7 +291,23 @@ class Engine:
 
     def _finish_exhausted(self) -> list[StepOutput]:
         rows, self.scheduler.exhausted = self.scheduler.exhausted, []
-        return [StepOutput(r.request_id, (), "", self._finish(r)) for r in rows]
+        return [self._end(r) for r in rows]
+
+    def _fail_chunks(self, batch: Batch, scores: ForwardOutput) -> list[StepOutput]:
+        """End requests whose prompt chunk came out broken before any logits were asked of it."""
+        rest = [c.row for c in batch.chunks if not c.ends_prompt]
+        bad = [r for i, r in enumerate(rest, len(batch.rows)) if i in scores.broken]
+        for row in bad:
+            row.finish_reason, row.computed = FinishReason.ERROR, 0
+            row.error = (
+                f"The target produced NaN or infinite hidden states in the prompt of request "
+                f"{row.request_id}; check its weights and dtype."
+            )
+        return [self._end(r) for r in bad]
+
+    def _end(self, row: Sequence) -> StepOutput:
+        text = row.stream.delta(finished=True)
+        return StepOutput(row.request_id, (), text, self._finish(row))
 
     def _close_drafts(self, row: Sequence) -> None:
         if row.opened:

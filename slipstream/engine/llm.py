@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -146,12 +146,17 @@ class LLM:
     def _run(self, ids: Seq[int]) -> Iterator[StepOutput]:
         inbox: deque[StepOutput] = deque()
         self._inboxes |= dict.fromkeys(ids, inbox)
-        return self._drain(ids, inbox)
+        outputs = self._drain(ids, inbox)
+        next(outputs)  # enter it, so that dropping the iterator unread cancels the requests
+        return cast("Iterator[StepOutput]", outputs)
 
-    def _drain(self, ids: Seq[int], inbox: deque[StepOutput]) -> Iterator[StepOutput]:
+    def _drain(
+        self, ids: Seq[int], inbox: deque[StepOutput]
+    ) -> Generator[StepOutput | None, None, None]:
         open_ids = set(ids)
         try:
-            while open_ids:
+            yield None
+            while inbox or any(map(self.engine.knows, open_ids)):
                 if not inbox:
                     self._step()
                 while inbox:

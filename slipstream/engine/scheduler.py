@@ -141,7 +141,7 @@ class Scheduler:
                 if not self.running:
                     self._exhaust(row)
                 return
-            if not row.generated:
+            if row.cached_tokens is None:  # later, after a preemption, the pages are its own
                 row.cached_tokens = row.computed
             self.waiting.popleft()
             self.running.append(row)

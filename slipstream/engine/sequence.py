@@ -40,7 +40,7 @@ class Sequence:
     max_context: int
     arrived: float
     computed: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     opened: bool = False
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -97,5 +97,5 @@ class Sequence:
             records=tuple(self.records),
             logprobs=tuple(self.logprobs) if self.params.logprobs is not None else None,
             error=self.error,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=self.cached_tokens or 0,
         )

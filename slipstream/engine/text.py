@@ -49,8 +49,12 @@ class TokenText:
         self._text += piece
         if not (self._stops and may_stop):
             return False
-        window = max(0, len(self._text) - len(piece) - self._hold)
-        found = [at for s in self._stops if (at := self._text.find(s, window)) >= 0]
+        before = len(self._text) - len(piece)
+        found = [
+            at
+            for s in self._stops  # only a match that ends in the new piece is new
+            if (at := self._text.find(s, max(0, before - len(s) + 1))) >= 0
+        ]
         if found:
             self._cut = min(found)
         return bool(found)

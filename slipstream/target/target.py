@@ -37,10 +37,13 @@ class ForwardRow:
 class ForwardOutput:
     """`logits` [sum(row.logits), vocab] in the model's dtype, rows in the order given, positions
     ascending. `features` [total tokens, taps, hidden] in the same order, or None without taps.
+    `broken`: rows with a token whose hidden state was not finite; its cache entries are zeroed, so
+    the row must not go on.
     """
 
     logits: Tensor
     features: Tensor | None
+    broken: frozenset[int] = frozenset()
 
 
 class Target:
@@ -90,19 +93,20 @@ class Target:
             place(i, len(row.tokens), row.start, row.pages, size) for i, row in enumerate(rows)
         ]
         runs = arrange(placed)
-        flat = self._run(rows, runs)
+        flat, broken = self._run(rows, runs), frozenset[int]()
         if not bool(torch.isfinite(flat.hidden.sum(dtype=torch.float32))):
             # Rows at equal strides are viewed across each other's pages, hidden by a mask that
             # multiplies by zero: a NaN gets through. Alone, a row sees its own positions only.
             flat = self._run(rows, [Run([p], [0], 0) for p in placed])
-            self._wipe(flat)
+            broken = self._wipe(flat)
         wanted = np.concatenate(
             [own[len(own) - row.logits :] for row, own in zip(rows, flat.order, strict=True)]
         )
         features = None
         if flat.tapped:
             features = _take(torch.stack(flat.tapped, 1), np.concatenate(flat.order))
-        return ForwardOutput(self._model.logits(_take(flat.hidden, wanted)), features)
+        logits = self._model.logits(_take(flat.hidden, wanted))
+        return ForwardOutput(logits, features, broken)
 
     def _run(self, rows: Sequence[ForwardRow], runs: Sequence[Run]) -> _Flat:
         flat = [row for run in runs for row in run.rows]
@@ -133,13 +137,16 @@ class Target:
         slots = torch.from_numpy(p.own_slots()).to(self._model.device)
         return torch.stack([layer.index_select(0, slots) for layer in self._storage])
 
-    def _wipe(self, flat: _Flat) -> None:
+    def _wipe(self, flat: _Flat) -> frozenset[int]:
         """Zero the entries of tokens whose hidden state is NaN or infinite, for whoever is padded
         across their pages later. A token sees itself, so broken entries show in its hidden state.
+        Returns the rows that had such tokens.
         """
-        broken = flat.slots[~torch.isfinite(flat.hidden).all(-1)]
+        broken = ~torch.isfinite(flat.hidden).all(-1)
         for layer in self._storage:
-            layer.index_fill_(0, broken, 0.0)
+            layer.index_fill_(0, flat.slots[broken], 0.0)
+        bad = broken.cpu().numpy()
+        return frozenset(i for i, own in enumerate(flat.order) if bad[own].any())
 
 
 @dataclass(frozen=True, slots=True)

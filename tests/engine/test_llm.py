@@ -81,6 +81,7 @@ def test_mistakes_are_one_sentence_and_leave_nothing_running(llm, prompts, param
         {"logprobs": 21},
         {"seed": -1},
         {"stop": ("",)},
+        {"bad_words": "END"},
         {"logit_bias": {1: float("inf")}},
     ],
     ids=str,

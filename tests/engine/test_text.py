@@ -122,3 +122,43 @@ def test_a_call_made_while_a_stream_is_open_takes_nothing_from_it(llm):
     for output in stream:
         tokens += output.tokens
     assert tokens == expected.token_ids
+
+
+def test_dropping_an_unread_stream_cancels_its_requests(llm):
+    stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
+    del stream
+    assert not llm.engine.has_work
+
+
+def test_a_streamed_request_cancelled_from_outside_ends_its_stream(llm):
+    stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=200, ignore_eos=True))
+    llm.engine.cancel(next(stream).request_id)
+    assert list(stream) == []
+
+
+def test_a_stop_string_completed_before_min_tokens_does_not_fire_later():
+    stream = TokenText(TOKENIZER, ("ab", "0123456789"))
+    ids = TOKENIZER.encode("abc").ids
+    assert [stream.push(t, may_stop=i == 2) for i, t in enumerate(ids)] == [False] * 3
+
+
+def test_an_exhausted_pool_still_hands_out_the_held_back_text():
+    small = LLM(tiny_model(), kv_tokens=32, prefix_cache=False)
+    params = SamplingParams(max_tokens=200, ignore_eos=True, stop=("never to be seen at all",))
+    outputs = list(small.stream([70, 71, 72], params))
+    assert outputs[-1].completion.finish_reason is FinishReason.LENGTH
+    assert "".join(o.text for o in outputs) == outputs[-1].completion.text
+
+
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_a_nan_early_in_a_long_prompt_is_an_error_however_it_is_cut(chunk):
+    loaded = tiny_model("mistral")  # its head is its own
+    loaded.model.embedding[77] = float("nan")
+    broken = LLM(loaded, prefill_chunk=chunk)
+    good = [5, 6] * 30
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    bad, fine = broken.generate([[77, *good], good], params)
+    assert bad.finish_reason is FinishReason.ERROR
+    assert "NaN" in bad.error
+    assert fine.finish_reason is FinishReason.LENGTH
+    assert broken.generate([[77, *good]], params)[0].cached_tokens == 0
