@@ -55,6 +55,8 @@ class LLM:
     ) -> None:
         if not 1 <= max_users <= 64:
             raise InvalidConfig(f"max_users is {max_users}; allowed: 1 to 64.")
+        if kv_tokens is not None and kv_tokens < 1:
+            raise InvalidConfig(f"kv_tokens is {kv_tokens}; allowed: 1 or more.")
         if prefill_chunk < 1:
             raise InvalidConfig(f"prefill_chunk is {prefill_chunk}; allowed: 1 or more.")
         if threads is not None:

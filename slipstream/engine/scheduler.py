@@ -103,12 +103,22 @@ class Scheduler:
     def _make_room(self, row: Sequence, tokens: int) -> bool:
         """Cover `tokens` positions, preempting latest arrivals; False if the row itself went."""
         while row in self.running and not row.table.reserve(tokens):
+            if self._trim_drafts(keep=row):
+                continue
             victim = self.running[-1]
             if victim is row and len(self.running) == 1:
                 self._exhaust(row)
                 return False
             self._preempt(victim)
         return row in self.running
+
+    def _trim_drafts(self, *, keep: Sequence) -> bool:
+        """Take back pages held for rejected draft tokens; True if there were any."""
+        before = self._pool.available
+        for row in self.running:
+            if row is not keep:
+                row.table.trim(len(row.tokens))
+        return self._pool.available > before
 
     def _exhaust(self, row: Sequence) -> None:
         row.finish_reason = FinishReason.LENGTH

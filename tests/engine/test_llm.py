@@ -101,6 +101,7 @@ def test_absurd_sampling_values_are_refused_with_the_value_and_the_range(values)
         ({"max_users": 65}, "65"),
         ({"prefill_chunk": 0}, "prefill_chunk"),
         ({"threads": 0}, "threads"),
+        ({"kv_tokens": 0}, "kv_tokens"),
         ({"dtype": "int8"}, "int8"),
         ({"dtype": "bfloat16"}, "loaded as"),
         ({"drafter": "ngrm:3"}, "ngram"),
