@@ -50,7 +50,7 @@ def rows() -> list[tuple[str, str, str, str]]:
             found.append((what, f"{value:.3f}", "at most 1.02", "`bench/steps.py`"))
         else:
             share = "under 5 %" if " x 1 " in name else "under 8 %"
-            what = f"share of a step {name} user(s)"
+            what = f"share of a step {name}"
             found.append((what, f"{value:.1%}", share, "`bench/steps.py`"))
     for name, value in load("draft")["microseconds"].items():
         bar = "at most 50 us" if "8K" in name else "as at 8K"
