@@ -70,7 +70,7 @@ def analyze(directory: Path) -> GridResult:
         meta=_meta(head, records, plan),
         cells=tuple(cells),
         gates=tuple(gates),
-        warnings=tuple(warnings + _run_warnings(head, records, plan)),
+        warnings=(*warnings, *_few(plan, measured), *_run_warnings(head, records, plan)),
     )
 
 
@@ -164,6 +164,7 @@ def _cell(
         *_run_reasons(plan, head, m),
         *record_reasons(samples),
         *([] if is_baseline else matched_reasons(samples, baseline.samples, bars=plan.bars)),
+        *([] if is_baseline else _baseline_reasons(gates, baseline)),
     ]
     return CellResult(
         target=head["target"]["target"],
@@ -277,6 +278,13 @@ def _gate_reasons(gates: Sequence[GateResult], arm: str) -> list[str]:
     ]
 
 
+def _baseline_reasons(gates: Sequence[GateResult], baseline: Measured) -> list[str]:
+    """Why nothing can be compared with this baseline; gates that are missing, every arm misses."""
+    failed = [g for g in gates if g.arm == baseline.arm and g.status is GateStatus.FAIL]
+    found = [*_gate_reasons(failed, baseline.arm), *record_reasons(baseline.samples)]
+    return [f"the baseline cannot be compared with: {reason}" for reason in found]
+
+
 def _run_reasons(plan: Grid, head: ledger.Record, m: Measured) -> list[str]:
     reasons = list(head["lint"].get(m.cell.slug, ()))
     if plan.quick:
@@ -292,6 +300,22 @@ def _run_reasons(plan: Grid, head: ledger.Record, m: Measured) -> list[str]:
 
 
 # --- the run --------------------------------------------------------------------------------------
+
+
+def _few(plan: Grid, measured: Mapping[str, Mapping[str, Measured]]) -> list[str]:
+    """One sentence on the cells that have too few prompts to speak for others like them."""
+    names = []
+    for cell in plan.cells:
+        arms = measured.get(cell.slug)
+        units = {unit for unit, _ in arms[plan.baseline].units} if arms else set()
+        if units and len(units) < stats.CLUSTER_FROM:
+            names.append(cell.name)
+    if not names:
+        return []
+    return [
+        f"Fewer than {stats.CLUSTER_FROM} prompts (or waves of prompts) of {'; '.join(names)}: "
+        "their intervals speak for these prompts, not for others like them."
+    ]
 
 
 def _run_warnings(head: ledger.Record, records: Sequence[ledger.Record], plan: Grid) -> list[str]:

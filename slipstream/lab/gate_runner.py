@@ -62,6 +62,26 @@ def prepare(grid: Grid, count_tokens: CountTokens) -> GateTasks:
     )
 
 
+def unasked(
+    grid: Grid, tasks: GateTasks, records: Sequence[Record]
+) -> list[tuple[Sequence[Request], int]]:
+    """What the gates still have to ask: for every arm the requests and the users that send them."""
+    answered = {(r["gate"], r["arm"]) for r in records if r["kind"] == "gate-samples"}
+    gates = grid.gates
+    asked = (
+        ("needle", gates.needle, [task.request for task in tasks.needle]),
+        ("json", gates.json, [task.request for task in tasks.json]),
+        ("lossless", gates.lossless, list(tasks.lossless)),
+    )
+    left: list[tuple[Sequence[Request], int]] = []
+    for name, gate, requests in asked:
+        if gate is not None:
+            left += [(requests, gate.users) for a in grid.arms if (name, a) not in answered]
+    if gates.lossless is not None and (CONTROL, grid.baseline) not in answered:
+        left.append((tasks.lossless, gates.lossless.control_users))
+    return left
+
+
 def run_gates(
     grid: Grid,
     tasks: GateTasks,

@@ -208,6 +208,11 @@ class Grid:
                 cells.setdefault(cell.slug, cell)
         if not cells:
             raise InvalidConfig(f"No cell of grid {self.name!r} can run: {'; '.join(left_out)}.")
+        left_out += [
+            f"{count - c.prompts} of the file's {count} prompts in {c.name}, which runs {c.prompts}"
+            for c in cells.values()
+            if c.prompts < count
+        ]
         return replace(self, cells=tuple(cells.values())), tuple(dict.fromkeys(left_out))
 
 

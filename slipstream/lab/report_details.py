@@ -56,6 +56,12 @@ def _verify_cost(cell: CellResult, baseline: CellResult | None) -> str:
     return ratio(cost.verify) if cost else DASH
 
 
+def _step_cost(cell: CellResult, baseline: CellResult | None) -> str:
+    """Only where stages were measured: otherwise it would be efficiency in other words."""
+    cost = None if cell.baseline or cell.stage_ms is None else step_cost(cell, baseline)
+    return ratio(cost.ratio) if cost and cost.verify is not None else DASH
+
+
 def _counted(read: Callable[[CellResult], int]) -> Callable[[CellResult, CellResult | None], str]:
     """Counts that a source without repeats and prompts (all zero) did not report."""
     return lambda cell, _: f"{read(cell):,}" if cell.repeats or cell.tokens else DASH
@@ -77,6 +83,7 @@ METRICS: tuple[Metric, ...] = (
     ("verify (ms a step)", _stage("verify")),
     ("sample (ms a step)", _stage("sample")),
     ("host (ms a step)", _stage("host")),
+    ("step against a plain step", _step_cost),
     ("verify against a plain step", _verify_cost),
     ("output length against baseline", _fixed(lambda c: c.output_length_ratio)),
     ("copied from the source", _fixed(lambda c: c.copied)),

@@ -8,7 +8,6 @@ repeat: when time runs out every cell has about the same number of repeats, and 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -142,6 +141,10 @@ class _Prepared:
         found = {c.slug: traffic.lint(self._distinct(c), info) for c in self.grid.cells}
         return {slug: reasons for slug, reasons in found.items() if reasons}
 
+    def tokens_of(self, requests: Sequence[Request]) -> float:
+        """Prompt tokens of `requests` together."""
+        return float(sum(self._length(request.prompt) for request in requests))
+
     def _all(self, cell: Cell) -> list[Prompt]:
         return [p for one in self.prompts[cell.slug] for p in one]
 
@@ -182,6 +185,7 @@ class _Run:
         self.todo: list[Block] = [block for block in every if block not in done]
         self.total = sum(self._arm_runs(block) for block in every)
         self.done = self.total - sum(self._arm_runs(block) for block in self.todo)
+        self.share = 0.0  # of the first block of `todo`, already measured
 
     def run(self, *, grid_hash: str, machine: str) -> None:
         """Everything that is left, within the budget."""
@@ -272,9 +276,11 @@ class _Run:
             budget = self._budget_left()
             if budget is not None and self._estimate(block) > budget:
                 left.append(block)
+                self.todo.remove(block)
                 continue
             self._measure(block)
             self.todo.remove(block)
+            self.share = 0.0
         return left
 
     def _measure(self, block: Block) -> None:
@@ -284,6 +290,7 @@ class _Run:
         start = time.monotonic()
         for index, unit in enumerate(units):
             order = traffic.arm_order(self.grid.arms, repeat * len(units) + index)
+            self.share = index / len(units)
             self._progress_text(f"{cell.name}, repeat {repeat + 1}")
             for arm in order:
                 self.backend.reset(arm)
@@ -339,10 +346,24 @@ class _Run:
         return self.pace.block(self.prepared.cells[slug], prompt_tokens=tokens)
 
     def _seconds_left(self) -> float:
-        """What is left to measure, at most what the budget allows."""
+        """Gates and blocks that are left, at most what the budget allows."""
+        blocks = [self._estimate(block) for block in self.todo]
+        started = self.share * blocks[0] if blocks else 0.0
+        left = self._gate_seconds() + sum(blocks) - started
         budget = self._budget_left()
-        return min(
-            sum(map(self._estimate, self.todo)), math.inf if budget is None else max(0.0, budget)
+        return left if budget is None else min(left, max(0.0, budget))
+
+    def _gate_seconds(self) -> float:
+        """Estimate of the gate requests that have no answers yet."""
+        left = gate_runner.unasked(self.grid, self.prepared.gate_tasks, self.book.records)
+        return sum(
+            self.pace.requests(
+                len(requests),
+                users=users,
+                prompt_tokens=self.prepared.tokens_of(requests),
+                max_tokens=requests[0].params.max_tokens,
+            )
+            for requests, users in left
         )
 
     def _budget_left(self) -> float | None:

@@ -22,6 +22,7 @@ NONE = "none"
 COLLAPSED_TOKENS_PER_STEP = 1.15  # below this even free drafts could not gain 15 %
 HOLDING_ACCEPTANCE_LENGTH = 1.5  # above this the drafts that were made did hold
 TIE = 0.99  # lower bounds within 1 % are a tie; the simpler arm takes it
+PAYS = 1.1  # tokens a step brings, over what it costs in plain steps: no stage is to blame
 
 CellKey = tuple[str, str, int, str]  # target, traffic, users, sampling
 
@@ -254,6 +255,11 @@ def diagnose(cell: CellResult, baseline: CellResult | None) -> str:
 
 
 def _cost_sentence(cause: Cause, tokens: float, cost: StepCost, *, slower: bool) -> str:
+    if not slower and tokens >= PAYS * cost.ratio:
+        return (
+            f"its steps pay, {tokens:.2f} tokens for {ratio(cost.ratio)} of a plain one, so no"
+            " stage is to blame; prompts and repeats differ too much to tell."
+        )
     verify = "" if cost.verify is None else f" (verify alone {ratio(cost.verify)})"
     end = "too close to call; a shallower draft may pay"
     if slower:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from slipstream.engine.engine import StepOutput
 from slipstream.errors import InvalidConfig, ModelError
 from slipstream.lab import grid, traffic
 from slipstream.lab.analyze import analyze
@@ -19,7 +23,7 @@ from slipstream.lab.results import GateStatus
 from slipstream.lab.runner import run_grid
 from slipstream.lab.samples import Request, window
 from slipstream.lab.scrutiny import adds_up
-from slipstream.types import SamplingParams
+from slipstream.types import FinishReason, SamplingParams
 
 ARMS = ("none", "ngram:3")
 
@@ -149,3 +153,149 @@ def test_an_arms_clock_counts_its_own_work_only(backend: Embedded) -> None:
         for rows in together.values()
     ]
     assert all(clock >= work for clock, work in zip(own, stepped, strict=True))
+
+
+# --- taking turns, on a clock that tells the truth ------------------------------------------------
+
+
+class Machine:
+    """Time that passes only while an engine steps, and who stepped when."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.turns: list[str] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class ScriptedEngine:
+    """`cost` seconds and one token a row each step; raises at step `breaks`."""
+
+    def __init__(self, machine: Machine, name: str, *, cost: float, breaks: int = -1) -> None:
+        self.machine, self.name, self.cost, self.breaks = machine, name, cost, breaks
+        self.left: dict[int, int] = {}
+        self.steps = self.sent = 0
+        self.cancelled: list[int] = []
+
+    def submit(self, prompt: list[int], params: SamplingParams) -> int:
+        self.sent += 1
+        self.left[self.sent] = params.max_tokens
+        return self.sent
+
+    def step(self) -> list[StepOutput]:
+        self.steps += 1
+        self.machine.turns.append(self.name)
+        self.machine.now += self.cost
+        if self.steps == self.breaks:
+            raise RuntimeError("the machine is on fire")
+        return [self._advance(request_id) for request_id in list(self.left)]
+
+    def cancel(self, request_id: int) -> None:
+        self.cancelled.append(request_id)
+        del self.left[request_id]
+
+    def _advance(self, request_id: int) -> StepOutput:
+        self.left[request_id] -= 1
+        if self.left[request_id]:
+            return StepOutput(request_id, (7,), "x", None)
+        del self.left[request_id]
+        done: Any = SimpleNamespace(
+            text="x",
+            finish_reason=FinishReason.LENGTH,
+            cached_tokens=0,
+            token_ids=[7],
+            records=(),
+            error=None,
+        )
+        return StepOutput(request_id, (7,), "x", done)
+
+
+def scripted(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, *engines: ScriptedEngine
+) -> Embedded:
+    monkeypatch.setattr("slipstream.lab.backends.embedded.time", machine)
+    made = Embedded.__new__(Embedded)
+    made._arms = {
+        engine.name: cast(Any, SimpleNamespace(engine=engine, encode=lambda prompt: [1, 2, 3]))
+        for engine in engines
+    }
+    return made
+
+
+def limited(*limits: int) -> list[Request]:
+    return [
+        Request(
+            id=f"p{i}",
+            prompt=Prompt(f"p{i}", None, text="x"),
+            params=SamplingParams(max_tokens=limit),
+        )
+        for i, limit in enumerate(limits)
+    ]
+
+
+def test_a_clock_stands_still_while_other_arms_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    slow = ScriptedEngine(machine, "slow", cost=0.04)
+    fast = ScriptedEngine(machine, "fast", cost=0.01)
+    made = scripted(monkeypatch, machine, slow, fast)
+    found = made.run_together(["fast", "slow"], limited(4, 4), users=1)
+    for engine in (slow, fast):
+        samples = found[engine.name]
+        assert window(samples) == pytest.approx(8 * engine.cost)
+        assert [s.timings.arrived for s in samples] == pytest.approx([0, 4 * engine.cost])
+        gaps = [b - a for s in samples for a, b in pairwise(s.timings.chunk_times)]
+        assert gaps == pytest.approx([engine.cost] * 6)
+    assert machine.now - 100 == pytest.approx(8 * 0.05)
+
+
+def test_the_arm_furthest_behind_goes_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    slow = ScriptedEngine(machine, "slow", cost=0.04)
+    fast = ScriptedEngine(machine, "fast", cost=0.01)
+    made = scripted(monkeypatch, machine, slow, fast)
+    made.run_together(["slow", "fast"], limited(8), users=1)
+    assert machine.turns[0] == "slow"  # the order given decides a tie
+    clocks = {"slow": 0.0, "fast": 0.0}
+    for turn in machine.turns[: machine.turns.index("fast", 8)]:
+        clocks[turn] += 0.04 if turn == "slow" else 0.01
+        assert abs(clocks["slow"] - clocks["fast"]) <= 0.04 + 1e-9
+
+
+def test_samples_come_in_the_order_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    made = scripted(monkeypatch, machine, ScriptedEngine(machine, "one", cost=0.01))
+    samples = made.run("one", limited(6, 1, 2, 1), users=2)
+    assert [s.id for s in samples] == ["p0", "p1", "p2", "p3"]
+    ends = [s.timings.chunk_times[-1] for s in samples]
+    assert ends[0] == max(ends)  # the first sent ended last
+
+
+def test_an_exception_cancels_what_every_arm_has_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    sound = ScriptedEngine(machine, "sound", cost=0.01)
+    broken = ScriptedEngine(machine, "broken", cost=0.01, breaks=3)
+    made = scripted(monkeypatch, machine, sound, broken)
+    with pytest.raises(RuntimeError, match="on fire"):
+        made.run_together(["sound", "broken"], limited(1, 9, 9, 9), users=2)
+    for engine in (sound, broken):
+        assert not engine.left
+        assert engine.cancelled == [2, 3]  # not the one that ended, nor the one not sent yet
+        assert engine.sent == 3
+
+
+def test_engines_are_free_again_after_an_exception(
+    backend: Embedded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = requests(3)
+    before = backend.run("none", work, users=2)
+    engine = backend._arms["ngram:3"].engine
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            backend.run_together(["none", "ngram:3"], work, users=2)
+    assert not any(backend._arms[arm].engine.has_work for arm in ARMS)
+    for arm in ARMS:
+        backend.reset(arm)
+        after = backend.run(arm, work, users=2)
+        assert [s.token_ids for s in after] == [s.token_ids for s in before]

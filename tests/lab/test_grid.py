@@ -99,7 +99,10 @@ def test_resolved_grid_reads_back(grid: Grid) -> None:
 def test_own_prompts_keep_users_and_sampling(grid: Grid) -> None:
     own, left_out = grid.with_own_prompts(10)
     assert [c.name for c in own.cells] == ["own x 1 sampled", "own x 4 greedy"]
-    assert not left_out
+    assert left_out == (
+        "7 of the file's 10 prompts in own x 1 sampled, which runs 3",
+        "2 of the file's 10 prompts in own x 4 greedy, which runs 8",
+    )
     few, left_out = grid.with_own_prompts(2)
     assert [c.name for c in few.cells] == ["own x 1 sampled"]
     assert left_out == ("own x 4 greedy needs 4 prompts, the file has 2",)

@@ -125,6 +125,7 @@ def test_detail_shows_every_number_of_the_issue(result):
         "verify (ms a step)",
         "sample (ms a step)",
         "host (ms a step)",
+        "step against a plain step",
         "verify against a plain step",
         "output length against baseline",
         "looping answers",

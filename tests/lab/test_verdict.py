@@ -225,3 +225,20 @@ def test_the_bar_written_before_the_run_decides_what_faster_means():
     assert verdict.run == "none"
     assert verdict.resolution is Resolution.NOT_RESOLVED
     assert "bar of 1.05×" in verdict.sentence
+
+
+def test_steps_that_pay_are_not_blamed_for_a_wide_interval():
+    """2.26 tokens for 1.07 plain steps and [0.76, 5.90]: the prompts differ, no stage is dear."""
+    plain = cell(stage_ms=StageTimes(0.0, 10.0, 0.0, 0.0))
+    arm = drafted(
+        "ngram:3",
+        (0.76, 5.9),
+        value=2.11,
+        tokens_per_step=2.26,
+        stage_ms=StageTimes(0.1, 10.6, 0.0, 0.0),
+    )
+    (text,) = only(plain, arm).advice
+    assert "its steps pay, 2.26 tokens for 1.07×" in text
+    assert "dear" not in text
+    close = replace(arm, tokens_per_step=1.16)
+    assert "verify got dear" in diagnose(close, plain)
