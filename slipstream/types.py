@@ -182,7 +182,8 @@ class Verdict:
 
     Row i commits its first `accepted[i]` draft tokens, then `next_tokens[i]` (recovered or bonus).
     `logprobs[i]`: one entry per such token where the request asked, else None.
-    `errors`: row index -> sentence, for rows whose logits could not be sampled.
+    `errors`: row index -> sentence, for rows whose logits could not be sampled; such a row commits
+    its accepted tokens, then ends. Its next token is -1.
     """
 
     accepted: IntArray

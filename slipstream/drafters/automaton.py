@@ -101,21 +101,21 @@ class SuffixAutomaton:
         Only the continuation `token` of the previous endings gained an occurrence, so comparing it
         with each ending's best keeps the best exact.
         """
-        follow, link, length = self.follow, self.link, self.length
-        count, best, reach = self.count, self.best, self.reach
+        follow, link, count, best = self.follow, self.link, self.count, self.best
         # Appending may have split the state of the previous ending; step to the part that holds it.
-        state = self._within(self._recent)
-        self._recent = self._within(follow[state][token])
-        counted = ROOT
+        before = self._within(self._recent)
+        self._recent = self._within(follow[before][token])
+        state = self._recent
+        while state != ROOT:
+            count[state] += 1
+            state = link[state]
+        state = before
         while state != -1:
-            after = follow[state]
-            ending = after[token]
-            if ending != counted and length[link[ending]] < reach:
-                count[ending] += 1
-                counted = ending
             rival = best[state]
-            if rival != token and (rival < 0 or count[ending] >= count[after[rival]]):
-                best[state] = token
+            if rival != token:
+                after = follow[state]
+                if rival < 0 or count[after[token]] >= count[after[rival]]:
+                    best[state] = token
             state = link[state]
 
     def _within(self, state: int) -> int:

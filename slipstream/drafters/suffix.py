@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.drafters.automaton import ROOT, SuffixAutomaton
 from slipstream.drafters.packing import pack
@@ -33,12 +33,11 @@ class SuffixRules:
     depth: int
 
 
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """A candidate draft and the number of its tokens expected to be accepted."""
 
-    tokens: tuple[int, ...] = ()
-    score: float = 0.0
+    tokens: list[int]
+    score: float
 
 
 class FinishedTexts:
@@ -110,7 +109,7 @@ class SuffixDrafter:
         if self._keep is not None:
             self._finished = FinishedTexts(self._keep, reach=self._reach)
 
-    def _propose(self, row: Row, width: int) -> tuple[int, ...]:
+    def _propose(self, row: Row, width: int) -> Sequence[int]:
         automaton = self._own[row.request_id][1]
         best = walk(automaton, automaton.current, width, ends=1, rules=self._rules)
         if self._finished is not None:
@@ -135,38 +134,44 @@ def walk(
     text's own end, which nothing follows yet. The share of a path is occurrences of (ending + path)
     over earlier occurrences of the ending.
     """
-    best = Walk()
+    tokens: list[int] = []
+    best = 0.0
     count, length, link = automaton.count, automaton.length, automaton.link
     state, longest = ending[0], min(ending[1], rules.depth)
+    while state != ROOT and length[link[state]] >= rules.depth:
+        state = link[state]  # holds longer matches only
     while state != ROOT:
         matched = min(length[state], longest)
         limit = min(width, max(1, int(rules.factor * matched)))
-        if best.score >= _ENOUGH * limit:
+        if best >= _ENOUGH * limit:
             break  # shorter matches draft no more tokens than this one all but surely brings
         earlier = count[state] - ends
-        if earlier > 0 and length[link[state]] < rules.depth:
-            found = _follow(automaton, state, limit, least=rules.min_prob * earlier)
-            score = found.score / earlier
-            if score > best.score:
-                best = Walk(found.tokens, score)
+        if earlier > 0:
+            found, seen = _follow(automaton, state, limit, least=rules.min_prob * earlier)
+            if seen > best * earlier:
+                tokens, best = found, seen / earlier
         state = link[state]
-    return best
+    return Walk(tokens, best)
 
 
-def _follow(automaton: SuffixAutomaton, state: int, limit: int, *, least: float) -> Walk:
-    """Likeliest continuation of `state` while it occurred `least` times; score in occurrences."""
+def _follow(
+    automaton: SuffixAutomaton, state: int, limit: int, *, least: float
+) -> tuple[list[int], int]:
+    """Likeliest continuation of `state` while it occurred `least` times; the sum of its counts."""
+    best, follow, count = automaton.best, automaton.follow, automaton.count
     tokens: list[int] = []
-    score = 0
-    while len(tokens) < limit:
-        token = automaton.best[state]
+    total = 0
+    for _ in range(limit):
+        token = best[state]
         if token < 0:
             break
-        state = automaton.follow[state][token]
-        if automaton.count[state] < least:
+        state = follow[state][token]
+        seen = count[state]
+        if seen < least:
             break
         tokens.append(token)
-        score += automaton.count[state]
-    return Walk(tuple(tokens), score)
+        total += seen
+    return tokens, total
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> SuffixDrafter:

@@ -248,12 +248,14 @@ class Engine:
         """Commit one row's verdict; (request, prefill, depth, drafted, accepted, committed)."""
         depth, accepted = len(row.tokens), int(verdict.accepted[i])
         drafted = int(draft.lens[i])
-        if i in verdict.errors:
+        tokens = list(draft.row(i)[:accepted])
+        if i not in verdict.errors:
+            tokens.append(int(verdict.next_tokens[i]))
+        committed = row.commit(tokens, verdict.logprobs[i])
+        if i in verdict.errors and row.finish_reason is None:
             row.finish_reason, row.error = FinishReason.ERROR, verdict.errors[i]
             row.computed = 0  # its keys and values may be broken: nobody may reuse them
-            return row.request_id, not decoded, depth, drafted, 0, 0
-        tokens = [*draft.row(i)[:accepted], int(verdict.next_tokens[i])]
-        committed = row.commit(tokens, verdict.logprobs[i])
+            return row.request_id, not decoded, depth, drafted, accepted, committed
         if decoded:
             # The anchor and the accepted tokens are in the cache; a rejected token's entries lie
             # past `computed` and are overwritten by the next forward.

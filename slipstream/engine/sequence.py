@@ -71,8 +71,9 @@ class Sequence:
         if logprobs is not None:
             self.logprobs.extend(logprobs[:taken])
         self.sampler.commit(tokens[:taken])
-        self.chunk_times.append(time.perf_counter())
-        self.chunk_tokens.append(taken)
+        if taken:
+            self.chunk_times.append(time.perf_counter())
+            self.chunk_tokens.append(taken)
         return taken
 
     def _after(self, token: int) -> FinishReason | None:

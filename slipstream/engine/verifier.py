@@ -42,8 +42,9 @@ class Verifier:
         """Decide one step.
 
         `logits`: float [sum(draft.lens + 1), vocab]; row i's are `lens[i] + 1` consecutive ones,
-        the first for the token after its anchor. Rows whose logits cannot be sampled get an entry
-        in `Verdict.errors`, 0 accepted and next token -1; other rows are unharmed.
+        the first for the token after its anchor. A row that meets logits which cannot be sampled
+        gets an entry in `Verdict.errors` and next token -1, and keeps the draft tokens accepted
+        before, as plain decoding would; other rows are unharmed.
         Raises ValueError where the count of logits rows does not fit the draft.
         """
         flat = _Flat.of(rows, draft)
@@ -55,8 +56,7 @@ class Verifier:
             accepted = decision.run()
             following = decision.chosen[flat.starts + accepted]
             errors = _errors(rows, flat, accepted, decision.broken, raw)
-            for row in errors:
-                accepted[row], following[row] = 0, -1
+            following[list(errors)] = -1
             logprobs = _logprobs(rows, flat, accepted, following, raw, errors)
         return Verdict(accepted, following, logprobs, errors)
 
@@ -268,10 +268,11 @@ def _logprobs(
     found: list[tuple[TokenLogprobs, ...] | None] = [None] * len(rows)
     for i, row in enumerate(rows):
         count = row.params.logprobs
-        if count is None or i in errors:
+        if count is None:
             continue
-        span = slice(int(flat.starts[i]), int(flat.starts[i] + accepted[i] + 1))
-        tokens = np.append(flat.proposed[span][:-1], following[i])
+        settled = int(accepted[i]) + (i not in errors)
+        span = slice(int(flat.starts[i]), int(flat.starts[i]) + settled)
+        tokens = np.append(flat.proposed[span][: accepted[i]], following[i])[:settled]
         found[i] = _token_logprobs(raw[span], torch.from_numpy(tokens).to(raw.device), count)
     return tuple(found)
 

@@ -12,7 +12,7 @@ from slipstream.lab import gate_runner, grid, ledger, stats, traffic
 from slipstream.lab.gate_specs import GATES
 from slipstream.lab.gates import judge_degenerate
 from slipstream.lab.grid import Cell, Grid
-from slipstream.lab.looping import sample_loops
+from slipstream.lab.looping import long_enough, sample_loops
 from slipstream.lab.results import CellResult, GateResult, GateStatus, GridResult
 from slipstream.lab.samples import Sample, by_unit, window
 from slipstream.lab.scrutiny import cell_warnings, drafter_warnings, matched_reasons, record_reasons
@@ -189,6 +189,7 @@ def _cell(
         prompts=len({s.id for s in samples}),
         tokens=sum(s.tokens for s in samples),
         looping=sum(map(sample_loops, samples)),
+        judged_for_loops=sum(map(long_enough, samples)),
         output_length_ratio=None if is_baseline else length_ratio,
         publishable=not reasons,
         reasons=tuple(reasons),

@@ -44,6 +44,13 @@ def is_looping(tokens: Sequence[Hashable]) -> bool:
 
 def sample_loops(sample: Sample) -> bool:
     """`is_looping` on a sample's token ids, on its words where a backend reports only text."""
-    if sample.token_ids is not None:
-        return is_looping(sample.token_ids)
-    return is_looping(sample.text.split())
+    return is_looping(_units(sample))
+
+
+def long_enough(sample: Sample) -> bool:
+    """Whether the answer has the 32 tokens that a judgment takes."""
+    return len(_units(sample)) >= MIN_TOKENS
+
+
+def _units(sample: Sample) -> Sequence[Hashable]:
+    return sample.token_ids if sample.token_ids is not None else sample.text.split()

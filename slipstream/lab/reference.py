@@ -117,6 +117,7 @@ def _cell(
         prompts=0,
         tokens=0,
         looping=0,
+        judged_for_loops=0,
         output_length_ratio=None,
         publishable=not reasons,
         reasons=reasons,

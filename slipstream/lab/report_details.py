@@ -67,6 +67,10 @@ def _counted(read: Callable[[CellResult], int]) -> Callable[[CellResult, CellRes
     return lambda cell, _: f"{read(cell):,}" if cell.repeats or cell.tokens else DASH
 
 
+def _loops(cell: CellResult, _baseline: CellResult | None) -> str:
+    return f"{cell.looping:,} of {cell.judged_for_loops:,} long" if cell.judged_for_loops else DASH
+
+
 METRICS: tuple[Metric, ...] = (
     ("ms/token", _with_interval(lambda c: c.ms_per_token)),
     ("tok/s per user", _with_interval(lambda c: c.user_tok_s)),
@@ -87,7 +91,7 @@ METRICS: tuple[Metric, ...] = (
     ("verify against a plain step", _verify_cost),
     ("output length against baseline", _fixed(lambda c: c.output_length_ratio)),
     ("copied from the source", _fixed(lambda c: c.copied)),
-    ("looping answers", _counted(lambda c: c.looping)),
+    ("looping answers", _loops),
     ("repeats", _counted(lambda c: c.repeats)),
     ("prompts", _counted(lambda c: c.prompts)),
     ("tokens", _counted(lambda c: c.tokens)),

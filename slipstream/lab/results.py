@@ -57,6 +57,7 @@ class CellResult:
     ms/token where `users` is 1, total tok/s otherwise. `stage_ms` is milliseconds a step.
     `decode_speedup` is the same ratio of ms/token alone, where the headline is tok/s: the two can
     move apart. `copied`: mean share of the answers' words copied from the text to be edited.
+    `looping` of `judged_for_loops` answers go in circles; shorter ones are not judged.
     `published_ratio` is only set by reference ledgers: the ratio as its source printed it.
     `run` names the arm's own run where it differs from its batch; empty means `batch`.
     """
@@ -83,6 +84,7 @@ class CellResult:
     prompts: int
     tokens: int
     looping: int
+    judged_for_loops: int
     output_length_ratio: float | None
     publishable: bool
     reasons: tuple[str, ...]

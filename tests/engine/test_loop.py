@@ -164,6 +164,28 @@ def test_non_finite_logits_end_one_request_with_a_sentence():
     assert again.cached_tokens == 0, "broken keys and values must not be reused"
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+@pytest.mark.parametrize("stop_first", [False, True])
+@pytest.mark.parametrize("draft_len", [1, 3, 8])
+def test_broken_logits_behind_accepted_tokens_cost_none_of_them(draft_len, stop_first, logprobs):
+    """The answer is the one of plain decoding, error or stop included."""
+
+    def broken(prefix):
+        return LOGITS(prefix) * (np.nan if len(prefix) >= 9 else 1)
+
+    free = plain([([1, 2], SamplingParams(max_tokens=9))])[0].token_ids
+    stops = (free[5],) if stop_first else ()
+    work = [([1, 2], SamplingParams(max_tokens=20, stop_token_ids=stops, logprobs=logprobs))]
+    (expected,) = run(toy_engine(broken, NoneDrafter()), work)
+    (found,) = run(toy_engine(broken, Oracle(argmax_of(LOGITS), draft_len)), work)
+    assert found.token_ids == expected.token_ids
+    assert free[5] not in free[:5]
+    assert len(found.token_ids) == (6 if stop_first else 7)
+    assert (found.finish_reason, found.error) == (expected.finish_reason, expected.error)
+    assert found.logprobs == expected.logprobs
+    assert sum(found.timings.chunk_tokens) == len(found.token_ids)
+
+
 @pytest.mark.parametrize(
     ("prompt", "says"), [([], "empty"), ([1] * 300, "300 tokens"), ([99], "id 99"), ([-1], "-1")]
 )

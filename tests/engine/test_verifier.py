@@ -189,7 +189,7 @@ def test_broken_logits_end_their_own_row_only(value, params):
     assert set(verdict.errors) == {1}
     assert "position 4" in verdict.errors[1]
     assert ("NaN" if value == "nan" else "infinite") in verdict.errors[1]
-    assert verdict.accepted.tolist() == [2, 0, 2]
+    assert verdict.accepted.tolist() == [2, 1, 2]
     assert verdict.next_tokens.tolist() == [expected[0][2], -1, expected[2][2]]
 
 

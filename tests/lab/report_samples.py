@@ -76,6 +76,7 @@ def cell(**changes: Any) -> CellResult:
         prompts=16,
         tokens=5811,
         looping=1,
+        judged_for_loops=40,
         output_length_ratio=None,
         publishable=True,
         reasons=(),
