@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from slipstream.types import Draft, IntArray, Row, Verdict
 
@@ -11,7 +11,9 @@ from slipstream.types import Draft, IntArray, Row, Verdict
 class Drafter(Protocol):
     """Proposes draft tokens; never changes target state, sampling state or the rows it is shown.
 
-    State is keyed by `row.request_id`, so that a slot reused by another request starts empty.
+    State is keyed by `row.request_id`, so that a slot reused by another request starts empty. Two
+    more things help on an accelerator and may be left out: `one_hot = True` says that the law of
+    every draft is `OneHot`, and `OnDevice` below.
     """
 
     name: str
@@ -41,4 +43,21 @@ class Drafter(Protocol):
 
     def reset(self) -> None:
         """Forget everything kept across requests, so that a measurement starts cold."""
+        ...
+
+
+class DeviceForm(Protocol):
+    """A drafter that runs on an accelerator, before it knows for how many rows."""
+
+    def sized(self, rows: int, device: Any) -> Any | None:
+        """What `target.graphs` enqueues for so many rows; None where nothing is to be drafted."""
+        ...
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A drafter that can draft where the tokens are, without the host. Its drafts are one-hot."""
+
+    def on_device(self) -> DeviceForm:
+        """Its form there."""
         ...

@@ -143,6 +143,23 @@ class NgramDrafter:
     def reset(self) -> None:
         """Nothing is kept across requests."""
 
+    def on_device(self) -> NgramDrafter:
+        """The same lookup over token tables on an accelerator."""
+        return self
+
+    def sized(self, rows: int, device: Any) -> Any:
+        """Its launches for so many rows: a `drafters.ngram_device.DeviceNgram`."""
+        from slipstream.drafters.ngram_device import DeviceNgram
+
+        return DeviceNgram(
+            rows,
+            self.max_draft_len,
+            min_match=self._min,
+            max_match=self._max,
+            factor=self._factor,
+            device=device,
+        )
+
 
 def create(spec: DrafterSpec, context: DrafterContext) -> NgramDrafter:
     """The drafter of a spec `ngram:draft_len,min=...,max=...`."""

@@ -34,6 +34,13 @@ class NoneDrafter:
     def reset(self) -> None:
         """Nothing to forget."""
 
+    def on_device(self) -> NoneDrafter:
+        """The same nothing."""
+        return self
+
+    def sized(self, rows: int, device: Any) -> None:
+        """Nothing to enqueue."""
+
 
 def create(spec: DrafterSpec, context: DrafterContext) -> NoneDrafter:
     """The drafter of the spec `none`."""

@@ -63,6 +63,7 @@ class SuffixDrafter:
     """One automaton a request; with `finished`, also one over the answers of finished requests."""
 
     needs: tuple[int, ...] = ()
+    one_hot = True
 
     def __init__(
         self, draft_len: int, *, rules: SuffixRules, keep: int | None = None, name: str

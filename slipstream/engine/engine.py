@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,9 @@ from slipstream.types import (
     StepRecord,
     Verdict,
 )
+
+if TYPE_CHECKING:
+    from slipstream.engine.fast import FastPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Engine:
         self._next_id = 0
         self._fresh_seeds = np.random.SeedSequence()
         self.steps = 0
+        self.fast: FastPath | None = None
         self.scheduler = Scheduler(
             target.pool,
             max_users=max_users,
@@ -105,6 +109,11 @@ class Engine:
         )
 
     # --- requests ----------------------------------------------------------------------------
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """Requests waiting or running, by arrival."""
+        return list(self._rows.values())
 
     @property
     def has_work(self) -> bool:
@@ -176,6 +185,10 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One round of the batch: one target forward, every row advanced by at least one token."""
+        if self.fast is not None:
+            outputs = self.fast.step()
+            if outputs is not None:
+                return outputs
         clock = _Clock()
         batch = self.scheduler.schedule()
         outputs = self._finish_exhausted()
@@ -191,7 +204,7 @@ class Engine:
         clock.lap("sample")
         records = self._advance(batch, draft, verdict, scores, clock)
         self.controller.observe(records)
-        return outputs + self._emit(batch.rows, records) + self._fail_chunks(batch, scores)
+        return outputs + self.emit(batch.rows, records) + self._fail_chunks(batch, scores)
 
     def _reserve(self, batch: Batch, plan: Any) -> Any:
         for i, row in enumerate(batch.decoding):
@@ -275,7 +288,8 @@ class Engine:
 
     # --- endings -----------------------------------------------------------------------------
 
-    def _emit(self, rows: Seq[Sequence], records: Seq[StepRecord]) -> list[StepOutput]:
+    def emit(self, rows: Seq[Sequence], records: Seq[StepRecord]) -> list[StepOutput]:
+        """What rows and their newest records say to the caller; rows that ended are finished."""
         outputs = []
         for row, record in zip(rows, records, strict=True):
             done = row.finish_reason is not None
@@ -312,6 +326,8 @@ class Engine:
         return StepOutput(row.request_id, (), text, self._finish(row))
 
     def _close_drafts(self, row: Sequence) -> None:
+        if self.fast is not None:
+            self.fast.forget(row)
         if row.opened:
             self.drafter.close([row.request_id])
             row.opened = False

@@ -98,6 +98,10 @@ class LLM:
             prefill_chunk=prefill_chunk,
             prefix_cache=prefix_cache,
         )
+        if self.loaded.model.device.type == "cuda":
+            from slipstream.engine.fast import attach
+
+            attach(self.engine, max_users=max_users)
 
     def fork(self, drafter: str, **changes: Any) -> LLM:
         """Another engine on the same weights (shared, nothing else is) with another drafter."""

@@ -96,6 +96,13 @@ class Scheduler:
         self._admit(chunks, self._prefill_chunk - sum(c.length for c in chunks))
         return Batch(decoding, chunks)
 
+    def decoding(self) -> list[Sequence]:
+        """The running rows if all of them decode and nobody waits to be let in, else none."""
+        if self.waiting and len(self.running) < self._max_users:
+            return []
+        ready = all(row.opened and row.pending == 1 for row in self.running)
+        return list(self.running) if ready else []
+
     def reserve_draft(self, row: Sequence, draft_len: int) -> int:
         """`draft_len` where there are pages for it, else 0: drafting never preempts."""
         return draft_len if row.table.reserve(len(row.tokens) + draft_len) else 0

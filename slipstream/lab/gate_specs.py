@@ -65,7 +65,7 @@ class LosslessGate:
     max_tokens: int = 64
     users: int = 8
     control_users: int = 4
-    tolerance: float = 0.25
+    tolerance: float = 0.5
 
     def __post_init__(self) -> None:
         where = "gates.lossless"

@@ -31,6 +31,12 @@ class RopeTable:
             self._grow(max(last + 1, min(2 * self._cos.shape[0], self._limit)))
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
+    def tables(self, length: int) -> tuple[Tensor, Tensor]:
+        """The whole tables, [at least `length`, head_dim] each; they stay put once that long."""
+        if length > self._cos.shape[0]:
+            self._grow(length)
+        return self._cos[:, 0], self._sin[:, 0]
+
     def _grow(self, length: int) -> None:
         # Angles in float32 on the CPU, rounded to the model's dtype once, as the oracle does.
         angles = torch.arange(length, dtype=torch.float32)[:, None] * self._frequencies[None, :]

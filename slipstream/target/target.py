@@ -74,9 +74,12 @@ class Target:
         self.taps = taps
         self.forwards = 0
         self._model = loaded.model
-        self._storage = _storage(
+        self.storage = _storage(
             self.config, num_pages * page_size, self._model.dtype, self._model.device
         )
+        """One [slots, 2 * kv_heads, head_dim] tensor a layer: keys, then values."""
+        self.kernels = self._model.device.type != "cpu"
+        """Whether forwards run through the Triton kernels (in tests also on a CPU)."""
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[ForwardRow]) -> ForwardOutput:
@@ -88,16 +91,12 @@ class Target:
         if not rows:
             raise ValueError("a forward needs at least one row")
         self.forwards += 1
-        size = self.pool.page_size
-        placed = [
-            place(i, len(row.tokens), row.start, row.pages, size) for i, row in enumerate(rows)
-        ]
-        runs = arrange(placed)
-        flat, broken = self._run(rows, runs), frozenset[int]()
+        flat = self._run_device(rows) if self.kernels else self._run_cpu(rows)
+        broken: frozenset[int] = frozenset()
         if not bool(torch.isfinite(flat.hidden.sum(dtype=torch.float32))):
             # Rows at equal strides are viewed across each other's pages, hidden by a mask that
             # multiplies by zero: a NaN gets through. Alone, a row sees its own positions only.
-            flat = self._run(rows, [Run([p], [0], 0) for p in placed])
+            flat = flat if self.kernels else self._run_cpu(rows, alone=True)
             broken = self._wipe(flat)
         wanted = np.concatenate(
             [own[len(own) - row.logits :] for row, own in zip(rows, flat.order, strict=True)]
@@ -105,10 +104,38 @@ class Target:
         features = None
         if flat.tapped:
             features = _take(torch.stack(flat.tapped, 1), np.concatenate(flat.order))
-        logits = self._model.logits(_take(flat.hidden, wanted))
+        logits = self._logits(_take(flat.hidden, wanted))
         return ForwardOutput(logits, features, broken)
 
-    def _run(self, rows: Sequence[ForwardRow], runs: Sequence[Run]) -> _Flat:
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if not self.kernels:
+            return self._model.logits(hidden)
+        from slipstream.models.cuda.layers import logits
+
+        return logits(self._model, hidden)
+
+    def _run_device(self, rows: Sequence[ForwardRow]) -> _Flat:
+        from slipstream.target.device import Placement, run_rows
+
+        lengths = [len(row.tokens) for row in rows]
+        ends = np.cumsum(lengths)
+        hidden, tapped, slots = run_rows(
+            self._model,
+            [t for row in rows for t in row.tokens],
+            [Placement(n, row.start, row.pages) for n, row in zip(lengths, rows, strict=True)],
+            storage=self.storage,
+            page_size=self.pool.page_size,
+            taps=self.taps,
+        )
+        order = [np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+        return _Flat(hidden, tapped, slots, order)
+
+    def _run_cpu(self, rows: Sequence[ForwardRow], *, alone: bool = False) -> _Flat:
+        size = self.pool.page_size
+        placed = [
+            place(i, len(row.tokens), row.start, row.pages, size) for i, row in enumerate(rows)
+        ]
+        runs = [Run([p], [0], 0) for p in placed] if alone else arrange(placed)
         flat = [row for run in runs for row in run.rows]
         device, model = self._model.device, self._model
         ids = torch.tensor([t for p in flat for t in rows[p.order].tokens], device=device)
@@ -119,7 +146,7 @@ class Target:
         hidden, tapped = model.hidden(
             ids,
             rope,
-            storage=self._storage,
+            storage=self.storage,
             slots=slots,
             plans=plans,
             plan_of=plan_of,
@@ -135,7 +162,7 @@ class Target:
         """
         p = place(0, tokens, 0, pages, self.pool.page_size)
         slots = torch.from_numpy(p.own_slots()).to(self._model.device)
-        return torch.stack([layer.index_select(0, slots) for layer in self._storage])
+        return torch.stack([layer.index_select(0, slots) for layer in self.storage])
 
     def _wipe(self, flat: _Flat) -> frozenset[int]:
         """Zero the entries of tokens whose hidden state is NaN or infinite, for whoever is padded
@@ -143,7 +170,7 @@ class Target:
         Returns the rows that had such tokens.
         """
         broken = ~torch.isfinite(flat.hidden).all(-1)
-        for layer in self._storage:
+        for layer in self.storage:
             layer.index_fill_(0, flat.slots[broken], 0.0)
         bad = broken.cpu().numpy()
         return frozenset(i for i, own in enumerate(flat.order) if bad[own].any())

@@ -24,7 +24,8 @@ def draft(tmp_path_factory):
 def test_every_drafter_gives_the_tokens_of_the_cpu(family, temperature, draft):
     torch.backends.cuda.matmul.allow_tf32 = False
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=3, ignore_eos=True)
-    cpu, gpu = LLM(tiny_model(family), device="cpu"), LLM(tiny_model(family, device="cuda:0"))
+    cpu = LLM(tiny_model(family, head_dim=16), device="cpu")
+    gpu = LLM(tiny_model(family, head_dim=16, device="cuda:0"))
     expected = [c.token_ids for c in cpu.generate(PROMPTS, params)]
     assert [c.token_ids for c in gpu.generate(PROMPTS, params)] == expected
     drafters = ["ngram:4,min=1", "suffix:6"] + ([f"draft_model:{draft}:3"] * (temperature == 0.0))

@@ -1,0 +1,99 @@
+"""When the engine takes the lane, and what it does with the lane's results."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slipstream.drafters.base import OnDevice
+from slipstream.engine.lane import Lane, StepResult
+from slipstream.engine.sequence import Sequence
+from slipstream.types import StepRecord, Verdict
+
+if TYPE_CHECKING:
+    from slipstream.engine.engine import Engine, StepOutput
+
+
+def attach(engine: Engine, *, max_users: int, forced: float | None = None) -> None:
+    """Give an engine on an accelerator its lane, if its drafter can use one: drafts must be one-hot
+    and need no features. `forced`: synthetic acceptance (`target.graphs.StepShape`).
+    """
+    drafter = engine.drafter
+    one_hot = isinstance(drafter, OnDevice) or getattr(drafter, "one_hot", False)
+    if one_hot and not drafter.needs:
+        lane = Lane(engine.target, drafter, max_users=max_users, forced=forced)
+        engine.fast = FastPath(engine, lane)
+
+
+class FastPath:
+    """Steps through the lane while every running request only decodes."""
+
+    def __init__(self, engine: Engine, lane: Lane) -> None:
+        self._engine, self.lane = engine, lane
+        self._hold = False  # broken logits: the engine's own step says what is wrong with them
+
+    def step(self) -> list[StepOutput] | None:
+        """One round through the lane; None where the engine has to take its own step now."""
+        lane, engine = self.lane, self._engine
+        rows = engine.scheduler.decoding()
+        while rows and not lane.full and not self._hold:
+            if not self._launch(rows):
+                break
+        if lane.busy:
+            return self._finish(lane.collect())
+        lane.leave()
+        self._hold = False
+        return None
+
+    def forget(self, row: Sequence) -> None:
+        """A request ended or was preempted."""
+        self.lane.forget(row)
+
+    def _launch(self, rows: list[Sequence]) -> bool:
+        lane, engine = self.lane, self._engine
+        if not all(lane.admits(row) for row in rows):
+            return False
+        if lane.pipelined:
+            return lane.launch(rows)
+        plan = engine.controller.plan(rows)
+        for i, row in enumerate(rows):
+            if plan[i]:
+                plan[i] = engine.scheduler.reserve_draft(row, int(plan[i]))
+        return lane.launch(rows, engine.drafter.draft(rows, plan))
+
+    def _finish(self, result: StepResult) -> list[StepOutput]:
+        """Commit what the device committed; a request that is gone by now gets nothing."""
+        engine = self._engine
+        self._hold |= result.broken
+        found = [r for r in result.rows if r.tokens and engine.knows(r.row.request_id)]
+        records = []
+        for each in found:
+            row, depth = each.row, len(each.row.tokens)
+            committed = row.commit(each.tokens, None)
+            row.computed += committed
+            record = StepRecord(
+                engine.steps,
+                row.request_id,
+                False,
+                depth,
+                each.drafted,
+                each.accepted,
+                committed,
+                len(found),
+                0,
+                result.times,
+            )
+            row.records.append(record)
+            records.append(record)
+        engine.steps += 1
+        going = [r.row for r in found if r.row.finish_reason is None]
+        if going:
+            engine.drafter.advance(going, _verdict(len(going)), None)
+        engine.controller.observe(records)
+        return engine.emit([r.row for r in found], records)
+
+
+def _verdict(rows: int) -> Verdict:
+    """For drafters that read the rows' tokens; the lane serves no others."""
+    return Verdict(np.zeros(rows, np.int64), np.zeros(rows, np.int64), (None,) * rows)

@@ -1,0 +1,307 @@
+"""The fast lane: decoding steps that run on the device, with the host one step behind.
+
+While every running request only decodes, a step is one captured graph and the host's part (stops,
+text, streaming, admission) happens while the next one runs. A request that ends is noticed a step
+late and what it made meanwhile is discarded; its cache cells lie behind its verified tokens, and
+whoever gets its pages next writes later in stream order. Whatever the lane does not do (prompts,
+penalties, grammars, logprobs, preemption) drains it and takes the engine's own five lines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.drafters.base import Drafter, OnDevice
+from slipstream.engine.sequence import Sequence
+from slipstream.sampling.fused import BROKEN, SKIPPED
+from slipstream.target.graphs import Step, StepShape
+from slipstream.target.slots import Slots
+from slipstream.target.target import Target
+from slipstream.types import Draft, StageTimes
+
+_AHEAD = 64
+"""Positions reserved beyond what the next steps need, so that page tables are seldom sent."""
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_DEPTH = 2  # steps in flight: the one that runs and the one behind it
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a step did for a row: draft tokens offered, accepted, and the tokens to commit."""
+
+    row: Sequence
+    drafted: int
+    accepted: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Rows in batch order and the step's times. `broken`: some row's logits had no law."""
+
+    rows: list[RowResult]
+    times: StageTimes
+    broken: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched step: its rows, where its result will be, and the events around it."""
+
+    rows: list[Sequence]
+    result: torch.Tensor
+    clocks: tuple[Any, Any, Any]
+
+
+class Lane:
+    """Launches steps and collects their results, in order.
+
+    `forced`: synthetic acceptance, for cost measurements only (see `target.graphs.StepShape`).
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, *, max_users: int, forced: float | None = None
+    ) -> None:
+        self._target, self._forced = target, forced
+        self._draft_len = drafter.max_draft_len
+        model, pool = target.loaded.model, target.pool
+        tokens = min(model.config.max_context, pool.num_pages * pool.page_size)
+        self._slots = Slots(
+            max_users, capacity=tokens, page_size=pool.page_size, device=model.device
+        )
+        self._form = drafter.on_device() if isinstance(drafter, OnDevice) else None
+        self._steps: dict[StepShape, Step] = {}
+        self._step: Step | None = None
+        self._members: list[Sequence] = []
+        self._slot_of: dict[int, int] = {}
+        self._synced: dict[int, int] = {}
+        self._covered: dict[int, int] = {}
+        self._flights: deque[_Flight] = deque()
+        self._last = 0.0
+        self._cuda = model.device.type == "cuda"
+        self._clock = _cuda_clock if self._cuda else _HostClock
+
+    # --- who may use it ----------------------------------------------------------------------
+
+    @staticmethod
+    def admits(row: Sequence) -> bool:
+        """Whether the lane can serve a request: a plain law and no logprobs."""
+        return row.sampler.plain and row.params.logprobs is None
+
+    @property
+    def pipelined(self) -> bool:
+        """Whether drafts are made on the device, so that steps can be launched ahead."""
+        return self._form is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps are in flight."""
+        return bool(self._flights)
+
+    @property
+    def current(self) -> Step:
+        """The step of the last launch. Raises RuntimeError before there is one."""
+        if self._step is None:
+            raise RuntimeError("the lane has launched nothing yet")
+        return self._step
+
+    @property
+    def full(self) -> bool:
+        """Whether the next thing to do is to collect."""
+        return len(self._flights) >= (_DEPTH if self.pipelined else 1)
+
+    # --- steps -------------------------------------------------------------------------------
+
+    def launch(self, rows: Seq[Sequence], draft: Draft | None = None) -> bool:
+        """Enqueue one step over `rows`; False, and nothing changed, if pages are short or if a row
+        has no room for another token. `draft`: one-hot drafts where the host makes them.
+        """
+        width = self._draft_len + 1
+        reach = (len(self._flights) + 1) * width
+        if not all(self._cover(row, len(row.tokens) + reach) for row in rows):
+            return False
+        if not self._serves(rows, exactly=draft is not None):
+            if self._flights:
+                return False
+            self._enter(rows)
+        step = self._step
+        assert step is not None
+        if draft is not None:
+            self._send_draft(step, draft)
+        begun, done, landed = self._clock(), self._clock(), self._clock()
+        begun.record()
+        step.launch()
+        done.record()
+        result = torch.empty(step.result.shape, dtype=torch.int32, pin_memory=self._cuda)
+        result.copy_(step.result, non_blocking=True)
+        landed.record()
+        self._target.forwards += 1
+        self._flights.append(_Flight(list(self._members), result, (begun, done, landed)))
+        return True
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step in flight and read what it committed."""
+        flight = self._flights.popleft()
+        begun, done, landed = flight.clocks
+        landed.synchronize()
+        now = time.perf_counter()
+        device = begun.elapsed_time(done) / 1e3
+        host = max(0.0, now - self._last - device) if self._last else 0.0
+        self._last = now
+        rows, broken = [], False
+        for row, values in zip(flight.rows, flight.result.tolist(), strict=False):
+            drafted, accepted, *tokens = values
+            broken |= accepted == BROKEN
+            if accepted in (SKIPPED, BROKEN):
+                rows.append(RowResult(row, 0, 0, []))
+                continue
+            rows.append(RowResult(row, drafted, accepted, tokens[: accepted + 1]))
+            if row.request_id in self._synced:
+                self._synced[row.request_id] += accepted + 1
+        return StepResult(rows, StageTimes(0.0, device, 0.0, host), broken)
+
+    def forget(self, row: Sequence) -> None:
+        """A request ended or left: its slot is free. What is in flight for it is discarded."""
+        slot = self._slot_of.pop(row.request_id, None)
+        self._synced.pop(row.request_id, None)
+        self._covered.pop(row.request_id, None)
+        if slot is not None:
+            self._slots.stop_at[slot] = 0  # from the next launch on its batch row rests
+            self._slots.lengths[slot] = 0
+
+    def leave(self) -> None:
+        """Nothing is in flight and the host goes its own way: sizes and pages may change."""
+        self._members, self._last = [], 0.0
+        self._covered.clear()
+
+    # --- state -------------------------------------------------------------------------------
+
+    def _serves(self, rows: Seq[Sequence], *, exactly: bool) -> bool:
+        """Whether the tables and the graph are right for these rows; ended ones may still be in."""
+        if exactly:
+            return [*rows] == self._members
+        known = {row.request_id for row in self._members}
+        same_size = self._step is not None and self._step.shape.rows == _size(len(rows))
+        return same_size and all(row.request_id in known for row in rows)
+
+    def _cover(self, row: Sequence, tokens: int) -> bool:
+        """Make the row's pages reach `tokens` positions, as far as the row itself can go."""
+        most = _limit(row)
+        need = min(tokens, most)
+        if self._covered.get(row.request_id, 0) >= need:
+            return True
+        ahead = min(need + _AHEAD, most)
+        if row.table.reserve(ahead):
+            need = ahead
+        elif not row.table.reserve(need):
+            return False
+        if row.request_id in self._slot_of and row in self._members:
+            self._send_pages(row, need)
+        self._covered[row.request_id] = need
+        return True
+
+    def _send_pages(self, row: Sequence, tokens: int) -> None:
+        size = self._slots.page_size
+        first = self._covered.get(row.request_id, 0) // size
+        last = -(-tokens // size)
+        pages = torch.tensor(row.table.pages[first:last], dtype=torch.int32)
+        self._slots.pages[self._slot_of[row.request_id], first:last].copy_(pages, non_blocking=True)
+
+    def _enter(self, rows: Seq[Sequence]) -> None:
+        """Bring the tables up to date for these rows and pick the graph of their size."""
+        slots, device = self._slots, self._target.loaded.model.device
+        free = iter(sorted(set(range(slots.count)) - set(self._slot_of.values())))
+        for row in rows:
+            slot = self._slot_of.get(row.request_id)
+            if slot is None:
+                slot = self._slot_of[row.request_id] = next(free)
+            known = self._synced.get(row.request_id, 0)
+            fresh = torch.tensor(row.tokens[known:], dtype=torch.int32)
+            slots.tokens[slot, known : len(row.tokens)].copy_(fresh)
+            self._synced[row.request_id] = len(row.tokens)
+            pages = torch.tensor(row.table.pages, dtype=torch.int32)[: slots.pages.shape[1]]
+            slots.pages[slot, : len(pages)].copy_(pages)
+        at = torch.tensor([self._slot_of[r.request_id] for r in rows], device=device)
+
+        def put(table: torch.Tensor, values: list[float]) -> None:
+            table[at] = torch.tensor(values, dtype=table.dtype, device=device)
+
+        put(slots.lengths, [len(r.tokens) for r in rows])
+        put(slots.stop_at, [_limit(r) for r in rows])
+        put(slots.knobs.heat, [r.params.temperature for r in rows])
+        put(slots.knobs.top_p, [r.params.top_p for r in rows])
+        put(slots.knobs.min_p, [r.params.min_p for r in rows])
+        put(slots.knobs.top_k, [r.params.top_k for r in rows])
+        slots.knobs.seed[at] = torch.tensor(
+            np.array([r.seed for r in rows], np.int64), device=device
+        )
+        self._step = self._sized(rows)
+        self._step.slot_of.fill_(slots.count)
+        self._step.slot_of[: len(rows)] = at.int()
+        self._members = list(rows)
+
+    def _sized(self, rows: Seq[Sequence]) -> Step:
+        """The captured step that fits these rows."""
+        shape = StepShape(
+            rows=_size(len(rows)),
+            draft_len=self._draft_len,
+            sampled=any(not r.params.greedy for r in rows),
+            forced=self._forced,
+        )
+        step = self._steps.get(shape)
+        if step is None:
+            form = (
+                self._form.sized(shape.rows, self._slots.tokens.device)
+                if self._form is not None
+                else None
+            )
+            step = Step(
+                self._target.loaded.model,
+                self._target.storage,
+                self._slots,
+                shape,
+                drafter=form,
+            )
+            if self._cuda:
+                step.capture()
+            self._steps[shape] = step
+        return step
+
+    def _send_draft(self, step: Step, draft: Draft) -> None:
+        rows, width = len(draft.lens), draft.tokens.shape[1]
+        step.counts[:rows].copy_(torch.from_numpy(draft.lens).int(), non_blocking=True)
+        if width:
+            step.drafts[:rows, :width].copy_(torch.from_numpy(draft.tokens).int())
+
+
+def _size(rows: int) -> int:
+    return next(size for size in _SIZES if size >= rows)
+
+
+def _limit(row: Sequence) -> int:
+    """Tokens at which the row certainly ends."""
+    return min(row.prompt_len + row.params.max_tokens, row.max_context)
+
+
+def _cuda_clock() -> Any:
+    return torch.cuda.Event(enable_timing=True)
+
+
+class _HostClock:
+    """An event where launches are synchronous: Triton's interpreter, in tests."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing runs behind the host's back."""
+
+    def elapsed_time(self, end: _HostClock) -> float:
+        return (end.at - self.at) * 1e3

@@ -1,0 +1,299 @@
+"""Attention over paged keys and values: a few verify rows or a prompt chunk, one kernel.
+
+A program owns one KV head of one *tile* (up to BLOCK_M (token, query head) pairs of one row) and
+one *split* of the row's positions. A group's query heads sit in one tile, so each key is read once a
+group. Splits fill the chip where rows are few and contexts long (flash-decoding, Dao et al. 2023);
+a second kernel merges them. Query heads are ordered (group, kv_head), as everywhere here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+MAX_SPLITS = 64
+BLOCK_T, WARPS, STAGES = 64, 4, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Where the queries of a forward lie. All int32 on the device.
+
+    `row`, `first` [tiles]: the row a tile belongs to and the first of its tokens in it. `start`,
+    `length`, `token` [rows]: positions cached before this forward, tokens in it, and the flat index
+    of the first. `pages` [rows, width]: page tables. `tokens`: tokens a tile covers at most.
+    `splits`: parts a row's positions are cut into.
+    """
+
+    row: Tensor
+    first: Tensor
+    start: Tensor
+    length: Tensor
+    token: Tensor
+    pages: Tensor
+    tokens: int
+    splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Partial results of the splits: `out` float32 [tiles, kv, splits, block, dim], `sums` float32
+    [tiles, kv, splits, block, 2] (highest score, total weight).
+    """
+
+    out: Tensor
+    sums: Tensor
+
+
+@triton.jit
+def _attend_kernel(
+    qkv,
+    storage,
+    out,
+    part_out,
+    part_sums,
+    sinks,
+    tile_row,
+    tile_first,
+    row_start,
+    row_length,
+    row_token,
+    pages,
+    pages_width,
+    queries,
+    kv,
+    scale,
+    window,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(tile_row + tile)
+    first = tl.load(tile_first + tile)
+    start, length = tl.load(row_start + row), tl.load(row_length + row)
+    lane = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, DIM)
+    token = first + lane // GROUP
+    query_head = (lane % GROUP) * kv + head
+    alive = (token < length) & (lane < (BLOCK_M // GROUP) * GROUP)
+    position = start + token
+    if CAUSAL:
+        end = tl.minimum(start + first + BLOCK_M // GROUP, start + length)
+    else:
+        end = start + length
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(start + first + 1 - window, 0) // BLOCK_T * BLOCK_T
+    reach = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_T) * BLOCK_T
+    low = begin + split * reach
+    high = tl.minimum(low + reach, end)
+    flat = (tl.load(row_token + row) + token).to(tl.int64)
+    width = (queries + 2 * kv) * DIM
+    q = tl.load(
+        qkv + flat[:, None] * width + query_head[:, None] * DIM + dim[None, :],
+        mask=alive[:, None],
+        other=0.0,
+    )
+    peak = tl.full((BLOCK_M,), -1.0e30, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, DIM), tl.float32)
+    table = pages + row.to(tl.int64) * pages_width
+    for at in range(low, high, BLOCK_T):
+        spot = at + tl.arange(0, BLOCK_T)
+        there = spot < high
+        if PAGE % BLOCK_T == 0:
+            page = tl.load(table + at // PAGE).to(tl.int64)
+            cell = ((page * PAGE + at % PAGE + tl.arange(0, BLOCK_T)) * 2 * kv + head) * DIM
+        else:
+            page = tl.load(table + spot // PAGE, mask=there, other=0).to(tl.int64)
+            cell = ((page * PAGE + spot % PAGE) * 2 * kv + head) * DIM
+        keys = tl.load(storage + cell[None, :] + dim[:, None], mask=there[None, :], other=0.0)
+        scores = tl.dot(q, keys, input_precision=PRECISION) * scale
+        seen = there[None, :]
+        if CAUSAL:
+            seen = seen & (spot[None, :] <= position[:, None])
+        if WINDOWED:
+            seen = seen & (spot[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, -1.0e30)
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.where(seen, tl.exp2(scores - higher[:, None]), 0.0)
+        shrink = tl.exp2(peak - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(
+            storage + cell[:, None] + kv * DIM + dim[None, :], mask=there[:, None], other=0.0
+        )
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
+        peak = higher
+    if SPLITS == 1:
+        if SINKS:
+            sink = (
+                tl.load(sinks + query_head, mask=alive, other=0.0).to(tl.float32)
+                * 1.4426950408889634
+            )
+            higher = tl.maximum(peak, sink)
+            acc = acc * tl.exp2(peak - higher)[:, None]
+            total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
+        mean = acc / tl.where(total > 0, total, 1.0)[:, None]
+        target = out + flat[:, None] * queries * DIM + query_head[:, None] * DIM + dim[None, :]
+        tl.store(target, mean.to(out.dtype.element_ty), mask=alive[:, None])
+    else:
+        cell = ((tile.to(tl.int64) * kv + head) * SPLITS + split) * BLOCK_M + lane
+        tl.store(part_sums + cell * 2, peak)
+        tl.store(part_sums + cell * 2 + 1, total)
+        if low < high:
+            tl.store(part_out + cell[:, None] * DIM + dim[None, :], acc)
+
+
+@triton.jit
+def _merge_kernel(
+    part_out,
+    part_sums,
+    sinks,
+    out,
+    tile_row,
+    tile_first,
+    row_length,
+    row_token,
+    queries,
+    kv,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    tile, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(tile_row + tile)
+    token = tl.load(tile_first + tile) + lane // GROUP
+    query_head = (lane % GROUP) * kv + head
+    if token < tl.load(row_length + row):
+        split = tl.arange(0, SPLITS_PADDED)
+        dim = tl.arange(0, DIM)
+        cell = ((tile.to(tl.int64) * kv + head) * SPLITS + split) * BLOCK_M + lane
+        inside = split < SPLITS
+        peaks = tl.load(part_sums + cell * 2, mask=inside, other=-1.0e30)
+        totals = tl.load(part_sums + cell * 2 + 1, mask=inside, other=0.0)
+        peak = tl.max(peaks, 0)
+        if SINKS:
+            sink = tl.load(sinks + query_head).to(tl.float32) * 1.4426950408889634
+            peak = tl.maximum(peak, sink)
+        shares = tl.where(totals > 0, tl.exp2(peaks - peak), 0.0)
+        total = tl.sum(shares * totals, 0)
+        if SINKS:
+            total += tl.exp2(sink - peak)
+        parts = tl.load(
+            part_out + cell[:, None] * DIM + dim[None, :], mask=(totals > 0)[:, None], other=0.0
+        )
+        mean = tl.sum(parts * shares[:, None], 0) / tl.where(total > 0, total, 1.0)
+        flat = (tl.load(row_token + row) + token).to(tl.int64)
+        tl.store(out + flat * queries * DIM + query_head * DIM + dim, mean.to(out.dtype.element_ty))
+
+
+def block_rows(tokens: int, group: int) -> int:
+    """(token, query head) pairs a tile of so many tokens is padded to."""
+    return max(16, triton.next_power_of_2(tokens * group))
+
+
+def scratch_for(
+    tiles: int, *, kv: int, dim: int, group: int, tokens: int, splits: int, device: torch.device
+) -> Scratch:
+    """Room for the partial results of one layer's attention; layers may share it."""
+    shape = (tiles, kv, splits, block_rows(tokens, group)) if splits > 1 else (1, 1, 1, 1)
+    return Scratch(
+        torch.empty((*shape, dim), dtype=torch.float32, device=device),
+        torch.empty((*shape, 2), dtype=torch.float32, device=device),
+    )
+
+
+def attend(
+    qkv: Tensor,
+    storage: Tensor,
+    tiles: Tiles,
+    *,
+    scratch: Scratch,
+    page_size: int,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of every query to the positions it may see: [tokens, queries * dim].
+
+    `qkv` [tokens, (queries + 2 * kv) * dim], its queries rotated; `storage` [slots, 2 * kv, dim],
+    this forward's keys and values already in it. A query sees positions up to its own, with
+    `window` only the last so many of them; without `causal` it sees all of its row's. `sinks`
+    [queries]: logits that take part in the softmax and have no value (Xiao et al. 2024; gpt-oss).
+    """
+    kv, dim = storage.shape[1] // 2, storage.shape[2]
+    queries = qkv.shape[1] // dim - 2 * kv
+    group = queries // kv
+    block = block_rows(tiles.tokens, group)
+    count = tiles.row.shape[0]
+    out = qkv.new_empty(len(qkv), queries * dim)
+    single = qkv.dtype == torch.float32
+    _attend_kernel[(count, kv, tiles.splits)](
+        qkv,
+        storage,
+        out,
+        scratch.out,
+        scratch.sums,
+        sinks if sinks is not None else qkv,
+        tiles.row,
+        tiles.first,
+        tiles.start,
+        tiles.length,
+        tiles.token,
+        tiles.pages,
+        tiles.pages.shape[1],
+        queries,
+        kv,
+        LOG2E / dim**0.5,
+        window or 0,
+        PAGE=page_size,
+        GROUP=group,
+        DIM=dim,
+        BLOCK_M=block,
+        BLOCK_T=32 if single else BLOCK_T,
+        SPLITS=tiles.splits,
+        CAUSAL=causal,
+        WINDOWED=window is not None,
+        SINKS=sinks is not None,
+        PRECISION="ieee" if single else "tf32",
+        num_warps=8 if block >= 128 else WARPS,
+        num_stages=2 if single else STAGES,
+    )
+    if tiles.splits > 1:
+        _merge_kernel[(count, kv, tiles.tokens * group)](
+            scratch.out,
+            scratch.sums,
+            sinks if sinks is not None else qkv,
+            out,
+            tiles.row,
+            tiles.first,
+            tiles.length,
+            tiles.token,
+            queries,
+            kv,
+            GROUP=group,
+            DIM=dim,
+            BLOCK_M=block,
+            SPLITS=tiles.splits,
+            SPLITS_PADDED=triton.next_power_of_2(tiles.splits),
+            SINKS=sinks is not None,
+            num_warps=4,
+        )
+    return out

@@ -1,0 +1,118 @@
+"""The layers of a dense decoder on an accelerator; the counterpart of `models.layers`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.models.cuda.attention import Scratch, Tiles, attend
+from slipstream.models.cuda.linear import FEW_ROWS, Normed, linear, linear_norm
+from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
+from slipstream.models.cuda.rope import rotate_and_store
+from slipstream.models.dense import Model
+from slipstream.models.layers import Layer, Norm
+from slipstream.models.linear import Linear
+
+_WIDE = 8192
+"""From so many output columns on the stock product reads weights as fast as ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Where the tokens of a forward belong. `positions`, `slots` int32 [tokens]; a token of slot -1
+    is computed and not stored. `causal` False lets every query see all of its row's positions.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    tiles: Tiles
+    scratch: Scratch
+    page_size: int
+    causal: bool = True
+
+
+def run_layers(
+    model: Model, x: Tensor, flat: Flat, storage: Sequence[Tensor], taps: Sequence[int] = ()
+) -> tuple[Tensor, list[Tensor]]:
+    """The stream after the last layer, [tokens, hidden] before the final norm, and the taps.
+
+    `x` [tokens, hidden] embeddings; layer i's keys and values go to `storage[i]`. Tap 0 is `x`, tap
+    i + 1 the output of layer i. Nothing is written in place: a tap stays what it was.
+    """
+    norms = [layer.attention_norm for layer in model.layers] + [model.norm]
+    first = norms[0]
+    stream = Normed(x, rms_norm(x, first.weight, first.eps), None)
+    states = {0: x}
+    for i, layer in enumerate(model.layers):
+        attended = _attention(model, i, stream, flat, storage[i])
+        stream = _joined(attended, layer.out, stream, layer.mlp_norm)
+        stream = _joined(_gated(stream, layer), layer.down, stream, norms[i + 1])
+        if i + 1 in taps:
+            states[i + 1] = stream.x
+    return stream.x, [states[t] for t in taps]
+
+
+def logits(model: Model, hidden: Tensor) -> Tensor:
+    """[tokens, hidden] before the final norm -> [tokens, vocab]."""
+    if not len(hidden):
+        return hidden.new_empty(0, model.config.vocab_size)
+    scaled = rms_norm(hidden, model.norm.weight, model.norm.eps)
+    return product(scaled, model.head.weight, model.head.bias)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias by whichever way reads this weight faster."""
+    if few(x) and len(weight) < _WIDE:
+        return linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def few(x: Tensor) -> bool:
+    """Whether the kernels for few rows serve this input: they pay where weights are what is read,
+    and float32 is left to the stock products, whose sums the tests compare.
+    """
+    return len(x) <= FEW_ROWS and x.dtype != torch.float32
+
+
+def _attention(model: Model, index: int, stream: Normed, flat: Flat, storage: Tensor) -> Tensor:
+    config, layer = model.config, model.layers[index]
+    late = stream.squares is not None  # the bias comes after the factor that is still due
+    qkv = product(stream.scaled, layer.qkv.weight, None if late else layer.qkv.bias)
+    rotate_and_store(
+        qkv,
+        model.rope.tables(config.max_context) if layer.rope else None,
+        norms=layer.qk_norm,
+        eps=layer.attention_norm.eps,
+        positions=flat.positions,
+        slots=flat.slots,
+        storage=storage,
+        kv=config.num_kv_heads,
+        source=stream if late else None,
+        bias=layer.qkv.bias if late else None,
+    )
+    return attend(
+        qkv,
+        storage,
+        flat.tiles,
+        scratch=flat.scratch,
+        page_size=flat.page_size,
+        causal=flat.causal,
+        window=config.windows[index],
+    )
+
+
+def _joined(x: Tensor, w: Linear, stream: Normed, norm: Norm) -> Normed:
+    """The stream with the product of x added, ready for `norm`."""
+    if few(x):
+        return linear_norm(x, w.weight, w.bias, stream.x, norm.weight)
+    return add_norm(stream.x, F.linear(x, w.weight, w.bias), norm.weight, norm.eps)
+
+
+def _gated(stream: Normed, layer: Layer) -> Tensor:
+    w, late = layer.gate_up, stream.squares is not None
+    both = product(stream.scaled, w.weight, None if late else w.bias)
+    return silu_gate(both, stream, bias=w.bias if late else None, eps=layer.mlp_norm.eps)

@@ -1,0 +1,126 @@
+"""Ragged rows on an accelerator: pages are read in place, so nothing is grouped or gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.models.cuda.attention import MAX_SPLITS, Tiles, scratch_for
+from slipstream.models.cuda.layers import Flat, run_layers
+from slipstream.models.dense import Model
+
+Index = NDArray[np.int32]
+_PROMPT_TILE = 64
+"""(token, query head) pairs of a tile where some row is a prompt chunk."""
+_FEW = 16
+"""Rows of up to this many tokens are one tile each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A row of the flat batch: its token count, first position, and its page table."""
+
+    length: int
+    start: int
+    pages: Sequence[int]
+
+
+def run_rows(
+    model: Model,
+    ids: Sequence[int],
+    rows: Sequence[Placement],
+    *,
+    storage: Sequence[Tensor],
+    page_size: int,
+    taps: Sequence[int],
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Hidden states before the final norm, taps, and the slots (int64) of the tokens."""
+    config, device = model.config, model.device
+    lengths = np.array([r.length for r in rows], np.int32)
+    starts = np.array([r.start for r in rows], np.int32)
+    tokens = np.cumsum(lengths, dtype=np.int32) - lengths
+    longest = int(lengths.max())
+    per_tile = longest if longest <= _FEW else max(1, _PROMPT_TILE // config.group)
+    counts = -(-lengths // per_tile)
+    tile_row = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+    tile_first = (
+        np.arange(len(tile_row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    ) * per_tile
+    pages = _page_tables(rows, page_size)
+    owner = np.repeat(np.arange(len(rows)), lengths)
+    positions = (np.arange(len(owner)) - tokens[owner] + starts[owner]).astype(np.int32)
+    slots = pages[owner, positions // page_size] * page_size + positions % page_size
+    parts: list[Index] = [
+        np.array(ids, np.int32),
+        positions,
+        slots.astype(np.int32),
+        tile_row,
+        tile_first.astype(np.int32),
+        starts,
+        lengths,
+        tokens,
+        pages.reshape(-1),
+    ]
+    sent = _send(parts, device)
+    splits = splits_for(len(tile_row) * config.num_kv_heads, device)
+    tiles = Tiles(
+        row=sent[3],
+        first=sent[4],
+        start=sent[5],
+        length=sent[6],
+        token=sent[7],
+        pages=sent[8].view(pages.shape),
+        tokens=per_tile,
+        splits=splits,
+    )
+    scratch = scratch_for(
+        len(tile_row),
+        kv=config.num_kv_heads,
+        dim=config.head_dim,
+        group=config.group,
+        tokens=per_tile,
+        splits=splits,
+        device=device,
+    )
+    flat = Flat(sent[1], sent[2], tiles, scratch, page_size)
+    x = F.embedding(sent[0].long(), model.embedding)
+    hidden, tapped = run_layers(model, x, flat, storage, taps)
+    return hidden, tapped, sent[2].long()
+
+
+def splits_for(programs: int, device: torch.device) -> int:
+    """Parts to cut contexts into so that about two programs sit on every multiprocessor."""
+    wanted = 2 * multiprocessors(device) // max(programs, 1)
+    return max(1, min(MAX_SPLITS, 1 << max(wanted, 1).bit_length() - 1))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """How many there are; 1 where Triton's interpreter stands in."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _page_tables(rows: Sequence[Placement], page_size: int) -> Index:
+    counts = [-(-(r.start + r.length) // page_size) for r in rows]
+    table = np.zeros((len(rows), max(counts)), np.int32)
+    for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        if row.length < 1 or count > len(row.pages):
+            raise ValueError(
+                f"row {i}: {row.length} tokens from position {row.start} on need {count} pages, "
+                f"the table has {len(row.pages)}"
+            )
+        table[i, :count] = row.pages[:count]
+    return table
+
+
+def _send(parts: Sequence[Index], device: torch.device) -> list[Tensor]:
+    """All parts in one copy; int32 views of it."""
+    whole = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
+    return list(whole.split([len(p) for p in parts]))
