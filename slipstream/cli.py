@@ -192,6 +192,36 @@ def _show(result: GridResult, folder: Path) -> None:
     typer.echo(f"Report: {folder / 'report.md'} and {folder / 'report.html'}")
 
 
+@app.command(
+    epilog="Example: `slipstream cost config.json --drafter none --drafter dflash:7 --acceptance 4`"
+)
+def cost(
+    config: Annotated[Path, typer.Argument(help="A Hugging Face config.json; no weights needed.")],
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="none, ngram:3, suffix, dflash:7; may be repeated.")
+    ] = None,
+    users: Annotated[list[int] | None, typer.Option(help="Users; may be repeated.")] = None,
+    context: Annotated[int, typer.Option(help="Prompt tokens a user.")] = 1024,
+    acceptance: Annotated[
+        float | None, typer.Option(help="Tokens per step to assume (synthetic).")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    out: Annotated[Path | None, typer.Option(help="Append the numbers as JSON lines.")] = None,
+) -> None:
+    """What a model and a drafter of this shape would cost on this GPU, with random weights."""
+    from slipstream.cost_command import run_cost
+
+    run_cost(
+        config,
+        drafters=drafter or ["none", "ngram:3"],
+        users=users or [1, 16],
+        context=context,
+        acceptance=acceptance,
+        dtype=dtype,
+        out=out,
+    )
+
+
 @app.command(epilog="Example: `slipstream doctor`")
 def doctor() -> None:
     """Check the machine, then run every drafter and gate on tiny models, in under a minute."""

@@ -8,22 +8,19 @@ the true shape, for cost measurements.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
-from slipstream.models.cuda.attention import Tiles, scratch_for
-from slipstream.models.cuda.layers import Flat, logits, run_layers
-from slipstream.models.cuda.linear import linear
+from slipstream.models.cuda.attention import Tiles
+from slipstream.models.cuda.layers import Flat, logits, product, run_layers
 from slipstream.models.cuda.norm import rms_norm
 from slipstream.models.cuda.rope import rotate_and_store
 from slipstream.models.dense import Model
 from slipstream.models.linear import Linear
 from slipstream.models.shapes import random_model
-from slipstream.target.device import splits_for
+from slipstream.target.device import scratch_of, splits_for
 from slipstream.target.graphs import Step
 from slipstream.target.slots import prepare
 
@@ -102,13 +99,13 @@ class DFlashPass:
         """Keys and values of the positions the target saw last; rejected ones are overwritten."""
         w, config = self._weights, self._weights.model.config
         features = step.features.flatten(1)
-        fused = _product(features, w.fc)
-        context = rms_norm(fused, w.norm, config.norm_eps, out=torch.empty_like(fused))
+        fused = product(features, w.fc.weight, w.fc.bias)
+        context = rms_norm(fused, w.norm, config.norm_eps)
         tables = w.model.rope.tables(config.max_context)
         for layer, kv, storage in zip(w.model.layers, w.kv, self._storage, strict=True):
             norms = layer.qk_norm
             rotate_and_store(
-                _product(context, kv),
+                product(context, kv.weight, kv.bias),
                 tables,
                 norms=norms[config.num_heads :] if norms is not None else None,
                 eps=layer.attention_norm.eps,
@@ -148,20 +145,5 @@ class DFlashPass:
             tokens=width,
             splits=self._splits,
         )
-        scratch = scratch_for(
-            rows,
-            kv=config.num_kv_heads,
-            dim=config.head_dim,
-            group=config.group,
-            tokens=width,
-            splits=self._splits,
-            device=self._ids.device,
-        )
+        scratch = scratch_of(tiles, config, self._ids.device)
         return Flat(self._positions, self._cells, tiles, scratch, slots.page_size, causal=False)
-
-
-def _product(x: Tensor, w: Linear) -> Tensor:
-    out: Any = x.new_empty(len(x), len(w.weight))
-    if len(x) <= 16 and x.dtype != torch.float32:
-        return linear(x, w.weight, w.bias, out=out)
-    return F.linear(x, w.weight, w.bias)

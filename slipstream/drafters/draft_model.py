@@ -278,6 +278,9 @@ def _kv_tokens(loaded: LoadedModel, context: DrafterContext) -> int:
     config = loaded.model.config
     item = torch.empty((), dtype=context.dtype).element_size()
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if loaded.model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(loaded.model.device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     wanted = context.max_users * min(config.max_context, context.max_context)
     return int(max(_PAGE_SIZE, min(wanted, free // 4 // per_token)))

@@ -26,6 +26,8 @@ Prompt: TypeAlias = str | Seq[int] | Seq[Mapping[str, str]]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 PAGE_SIZE = 16
+DEVICE_PAGE_SIZE = 64  # what an attention program reads at once on an accelerator
+_GPU_RESERVE = 2**31  # for activations, graphs and libraries
 SCORE_POSITIONS = 128  # logits held at once while scoring: 128 x 49,152 floats are 25 MB
 
 
@@ -72,36 +74,41 @@ class LLM:
         }
         self.tokenizer = self.loaded.tokenizer
         self._inboxes: dict[int, deque[StepOutput]] = {}
-        config = self.loaded.model.config
-        tokens = kv_tokens or _default_kv_tokens(self.loaded, max_users)
-        target = Target(self.loaded, num_pages=-(-tokens // PAGE_SIZE), page_size=PAGE_SIZE)
+        config, device = self.loaded.model.config, self.loaded.model.device
         context = DrafterContext(
             vocab_size=config.vocab_size,
             max_context=config.max_context,
             tokenizer=self.tokenizer,
             dtype=self.loaded.model.dtype,
             max_users=max_users,
-            device=str(self.loaded.model.device),
+            device=str(device),
             prefix_cache=prefix_cache,
         )
         self.drafter = build(drafter, context=context)
-        vocabulary = Vocabulary.from_tokenizer(
-            self.tokenizer, size=config.vocab_size, eos_ids=config.eos_token_ids
-        )
-        self.engine = Engine(
-            target,
+        self.engine = self._build_engine()
+
+    def _build_engine(self) -> Engine:
+        model, settings = self.loaded.model, self._settings
+        config, max_users = model.config, settings["max_users"]
+        page_size = PAGE_SIZE if model.device.type == "cpu" else DEVICE_PAGE_SIZE
+        tokens = settings["kv_tokens"] or _default_kv_tokens(self.loaded, max_users)
+        engine = Engine(
+            Target(self.loaded, num_pages=-(-tokens // page_size), page_size=page_size),
             self.drafter,
             StaticController(self.drafter.max_draft_len, max_context=config.max_context),
-            vocabulary=vocabulary,
+            vocabulary=Vocabulary.from_tokenizer(
+                self.tokenizer, size=config.vocab_size, eos_ids=config.eos_token_ids
+            ),
             tokenizer=self.tokenizer,
             max_users=max_users,
-            prefill_chunk=prefill_chunk,
-            prefix_cache=prefix_cache,
+            prefill_chunk=settings["prefill_chunk"],
+            prefix_cache=settings["prefix_cache"],
         )
-        if self.loaded.model.device.type == "cuda":
+        if model.device.type == "cuda":
             from slipstream.engine.fast import attach
 
-            attach(self.engine, max_users=max_users)
+            attach(engine, max_users=max_users)
+        return engine
 
     def fork(self, drafter: str, **changes: Any) -> LLM:
         """Another engine on the same weights (shared, nothing else is) with another drafter."""
@@ -280,10 +287,19 @@ def _device(name: str | None) -> torch.device:
 
 
 def _default_kv_tokens(loaded: LoadedModel, max_users: int) -> int:
-    config = loaded.model.config
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    if loaded.model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(loaded.model.device)[0]
+    """What the users can need, within nine tenths of a GPU's free memory or half of a host's."""
+    config, device = loaded.model.config, loaded.model.device
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] - _GPU_RESERVE
+        share, width = free * 9 // 10, loaded.model.dtype.itemsize
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(max(2 * PAGE_SIZE, min(max_users * config.max_context, free // 2 // per_token)))
+        share, width = free // 2, 4
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
+    most = share // per_token
+    if most < 2 * DEVICE_PAGE_SIZE:
+        raise ModelError(
+            f"{loaded.name} leaves {free / 2**30:.1f} GiB on {device}, too little for a cache; "
+            "use a smaller model or free memory."
+        )
+    return int(min(max_users * config.max_context, most))

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.models.cuda.attention import MAX_SPLITS, Tiles, scratch_for
+from slipstream.models.config import ModelConfig
+from slipstream.models.cuda.attention import MAX_SPLITS, Scratch, Tiles, scratch_for
 from slipstream.models.cuda.layers import Flat, run_layers
 from slipstream.models.dense import Model
 
@@ -68,7 +69,6 @@ def run_rows(
         pages.reshape(-1),
     ]
     sent = _send(parts, device)
-    splits = splits_for(len(tile_row) * config.num_kv_heads, device)
     tiles = Tiles(
         row=sent[3],
         first=sent[4],
@@ -77,26 +77,30 @@ def run_rows(
         token=sent[7],
         pages=sent[8].view(pages.shape),
         tokens=per_tile,
-        splits=splits,
+        splits=splits_for(len(tile_row) * config.num_kv_heads, device),
     )
-    scratch = scratch_for(
-        len(tile_row),
-        kv=config.num_kv_heads,
-        dim=config.head_dim,
-        group=config.group,
-        tokens=per_tile,
-        splits=splits,
-        device=device,
-    )
-    flat = Flat(sent[1], sent[2], tiles, scratch, page_size)
+    flat = Flat(sent[1], sent[2], tiles, scratch_of(tiles, config, device), page_size)
     x = F.embedding(sent[0].long(), model.embedding)
     hidden, tapped = run_layers(model, x, flat, storage, taps)
     return hidden, tapped, sent[2].long()
 
 
+def scratch_of(tiles: Tiles, config: ModelConfig, device: torch.device) -> Scratch:
+    """Room for the attention of these tiles."""
+    return scratch_for(
+        len(tiles.row),
+        kv=config.num_kv_heads,
+        dim=config.head_dim,
+        group=config.group,
+        tokens=tiles.tokens,
+        splits=tiles.splits,
+        device=device,
+    )
+
+
 def splits_for(programs: int, device: torch.device) -> int:
-    """Parts to cut contexts into so that about two programs sit on every multiprocessor."""
-    wanted = 2 * multiprocessors(device) // max(programs, 1)
+    """Parts to cut contexts into so that about four programs sit on every multiprocessor."""
+    wanted = 4 * multiprocessors(device) // max(programs, 1)
     return max(1, min(MAX_SPLITS, 1 << max(wanted, 1).bit_length() - 1))
 
 

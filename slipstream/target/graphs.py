@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.models.cuda.attention import Tiles, scratch_for
+from slipstream.models.cuda.attention import Tiles
 from slipstream.models.cuda.layers import Flat, logits, run_layers
 from slipstream.models.dense import Model
 from slipstream.sampling.fused import Chooser
 from slipstream.sampling.uniforms import Purpose
-from slipstream.target.device import splits_for
+from slipstream.target.device import scratch_of, splits_for
 from slipstream.target.slots import Slots, prepare
 
 
@@ -93,15 +93,7 @@ class Step:
             tokens=width,
             splits=splits,
         )
-        scratch = scratch_for(
-            rows,
-            kv=config.num_kv_heads,
-            dim=config.head_dim,
-            group=config.group,
-            tokens=width,
-            splits=splits,
-            device=device,
-        )
+        scratch = scratch_of(tiles, config, device)
         self._flat = Flat(self.positions, self.cells, tiles, scratch, slots.page_size)
 
     @property

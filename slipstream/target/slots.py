@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.models.cuda.launch import overlap, wait
 from slipstream.sampling.fused import Knobs
 
 
@@ -59,7 +60,9 @@ def _prepare_kernel(
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait(PDL)
     row = tl.program_id(0)
     slot = tl.load(slot_of + row)
     known = tl.load(lengths + slot)
@@ -97,8 +100,9 @@ def prepare(
 ) -> None:
     """Lay out a step: anchor and draft tokens of each row, their positions and cache cells.
 
-    `slot_of` int32 [rows]; `drafts` int32 [rows, draft_len], `counts` int32 [rows]; out: `ids` int64,
-    `positions`, `cells` int32 [rows * (draft_len + 1)]. A row that reached `stop_at` gets no tokens.
+    `slot_of` int32 [rows]; `drafts` int32 [rows, draft_len], `counts` int32 [rows]; out: `ids`
+    int64, `positions`, `cells` int32 [rows * (draft_len + 1)]. A row that reached `stop_at` gets no
+    tokens.
     """
     rows = len(slot_of)
     width = len(ids) // rows
@@ -122,4 +126,5 @@ def prepare(
         WIDTH=width,
         WIDTH_PADDED=triton.next_power_of_2(width),
         num_warps=1,
+        **overlap(ids),
     )

@@ -15,7 +15,7 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3"]
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
     folder = tmp_path_factory.mktemp("draft") / "tiny"
-    save_tiny(folder, seed=1)
+    save_tiny(folder, seed=1, head_dim=16)
     return folder
 
 

@@ -9,7 +9,7 @@ import torch
 
 
 from slipstream.models.cuda.attention import Tiles, attend, scratch_for
-from slipstream.models.cuda.linear import Normed, Tile, linear, linear_norm
+from slipstream.models.cuda.linear import Tile, linear, linear_gated, linear_norm
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
 
@@ -58,7 +58,7 @@ def test_a_norm_split_over_two_products_is_the_norm(rows):
     bias = randn(96, dtype=torch.float32, seed=4)
     both = normed @ gate_up.double().t() + bias.double()
     gate, up = both.chunk(2, -1)
-    found = silu_gate(stream.scaled @ gate_up.t(), stream, bias=bias, eps=1e-5)
+    found = linear_gated(stream, gate_up, bias, eps=1e-5, tile=Tile(16, 32, 4, 2))
     close(found, torch.nn.functional.silu(gate) * up, 1e-5)
 
 
@@ -124,7 +124,7 @@ def test_norm():
     close(found.x, total, 1e-6)
     close(found.scaled, total / rms(total) * weight, 1e-6)
     gate, up = x.double().chunk(2, -1)
-    close(silu_gate(x, Normed(x, x, None)), torch.nn.functional.silu(gate) * up, 1e-6)
+    close(silu_gate(x), torch.nn.functional.silu(gate) * up, 1e-6)
 
 
 def reference(qkv, storage, rows, *, kv, page_size, causal, window, sinks):

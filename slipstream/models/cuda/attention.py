@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.models.cuda.launch import overlap, wait
+
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
 BLOCK_T, WARPS, STAGES = 64, 4, 3
@@ -79,7 +81,9 @@ def _attend_kernel(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait(PDL)
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_row + tile)
     first = tl.load(tile_first + tile)
@@ -176,7 +180,9 @@ def _merge_kernel(
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait(PDL)
     tile, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_row + tile)
     token = tl.load(tile_first + tile) + lane // GROUP
@@ -242,10 +248,9 @@ def attend(
     queries = qkv.shape[1] // dim - 2 * kv
     group = queries // kv
     block = block_rows(tiles.tokens, group)
-    count = tiles.row.shape[0]
     out = qkv.new_empty(len(qkv), queries * dim)
     single = qkv.dtype == torch.float32
-    _attend_kernel[(count, kv, tiles.splits)](
+    _attend_kernel[(tiles.row.shape[0], kv, tiles.splits)](
         qkv,
         storage,
         out,
@@ -274,26 +279,35 @@ def attend(
         SINKS=sinks is not None,
         PRECISION="ieee" if single else "tf32",
         num_warps=8 if block >= 128 else WARPS,
-        num_stages=2 if single else STAGES,
+        num_stages=2 if single or block >= 32 else STAGES,
+        **overlap(qkv),
     )
     if tiles.splits > 1:
-        _merge_kernel[(count, kv, tiles.tokens * group)](
-            scratch.out,
-            scratch.sums,
-            sinks if sinks is not None else qkv,
-            out,
-            tiles.row,
-            tiles.first,
-            tiles.length,
-            tiles.token,
-            queries,
-            kv,
-            GROUP=group,
-            DIM=dim,
-            BLOCK_M=block,
-            SPLITS=tiles.splits,
-            SPLITS_PADDED=triton.next_power_of_2(tiles.splits),
-            SINKS=sinks is not None,
-            num_warps=4,
-        )
+        _merge(scratch, tiles, out, kv=kv, group=group, sinks=sinks)
     return out
+
+
+def _merge(
+    scratch: Scratch, tiles: Tiles, out: Tensor, *, kv: int, group: int, sinks: Tensor | None
+) -> None:
+    block, dim = scratch.out.shape[3:]
+    _merge_kernel[(tiles.row.shape[0], kv, tiles.tokens * group)](
+        scratch.out,
+        scratch.sums,
+        sinks if sinks is not None else out,
+        out,
+        tiles.row,
+        tiles.first,
+        tiles.length,
+        tiles.token,
+        kv * group,
+        kv,
+        GROUP=group,
+        DIM=dim,
+        BLOCK_M=block,
+        SPLITS=tiles.splits,
+        SPLITS_PADDED=triton.next_power_of_2(tiles.splits),
+        SINKS=sinks is not None,
+        num_warps=4,
+        **overlap(out),
+    )

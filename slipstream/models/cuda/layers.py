@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.models.cuda.attention import Scratch, Tiles, attend
-from slipstream.models.cuda.linear import FEW_ROWS, Normed, linear, linear_norm
+from slipstream.models.cuda.linear import FEW_ROWS, Normed, linear, linear_gated, linear_norm
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
 from slipstream.models.dense import Model
@@ -65,7 +65,7 @@ def logits(model: Model, hidden: Tensor) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias by whichever way reads this weight faster."""
+    """Compute x @ weight.T + bias by whichever way reads this weight faster."""
     if few(x) and len(weight) < _WIDE:
         return linear(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -113,6 +113,7 @@ def _joined(x: Tensor, w: Linear, stream: Normed, norm: Norm) -> Normed:
 
 
 def _gated(stream: Normed, layer: Layer) -> Tensor:
-    w, late = layer.gate_up, stream.squares is not None
-    both = product(stream.scaled, w.weight, None if late else w.bias)
-    return silu_gate(both, stream, bias=w.bias if late else None, eps=layer.mlp_norm.eps)
+    w = layer.gate_up
+    if few(stream.scaled):
+        return linear_gated(stream, w.weight, w.bias, eps=layer.mlp_norm.eps)
+    return silu_gate(F.linear(stream.scaled, w.weight, w.bias))

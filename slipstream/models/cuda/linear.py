@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.models.cuda.launch import overlap, wait
+
 FEW_ROWS = 16
 """Up to this many rows one tile of rows serves all."""
 
@@ -27,12 +29,15 @@ def _linear_kernel(
     bias,
     residual,
     norm,
+    squares_in,
     out,
     scaled,
     squares,
     rows,
     columns,
     inner,
+    parts,
+    eps,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -41,13 +46,19 @@ def _linear_kernel(
     HAS_NORM: tl.constexpr,
     EVEN_K: tl.constexpr,
     EVEN_N: tl.constexpr,
+    GATED: tl.constexpr,
+    SCALED: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     alive, inside = m < rows, n < columns
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    other = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     row = weight + n[None, :].to(tl.int64) * inner
     for start in range(0, inner, BLOCK_K):
         at = start + k
@@ -63,10 +74,28 @@ def _linear_kernel(
         else:
             ws = tl.load(row + at[:, None], mask=fits[:, None] & inside[None, :], other=0.0)
         total = tl.dot(xs, ws, total, input_precision=PRECISION)
+        if GATED:
+            # The first half of the weight's rows is the gate, the second what it lets pass.
+            up = row + columns.to(tl.int64) * inner + at[:, None]
+            if EVEN_K and EVEN_N:
+                us = tl.load(up)
+            else:
+                us = tl.load(up, mask=fits[:, None] & inside[None, :], other=0.0)
+            other = tl.dot(xs, us, other, input_precision=PRECISION)
     at = m[:, None] * columns + n[None, :]
     kept = alive[:, None] & inside[None, :]
+    if SCALED:
+        part = tl.arange(0, PARTS)
+        own = squares_in + m[:, None] * parts + part[None, :]
+        shares = tl.load(own, mask=alive[:, None] & (part < parts)[None, :], other=0.0)
+        scale = tl.rsqrt(tl.sum(shares, 1) / inner + eps)
+        total, other = total * scale[:, None], other * scale[:, None]
     if HAS_BIAS:
         total += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        if HAS_BIAS:
+            other += tl.load(bias + columns + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+        total = total * tl.sigmoid(total) * other
     if HAS_RESIDUAL:
         total += tl.load(residual + at, mask=kept, other=0.0).to(tl.float32)
     rounded = total.to(out.dtype.element_ty)
@@ -102,11 +131,13 @@ class Normed:
     squares: Tensor | None
 
 
-def tile_for(columns: int, inner: int) -> Tile:
-    """Measured on one NVIDIA H200 (docs/gpu.md): two warps a program, four loads in flight."""
-    if inner % 256 == 0:
-        return Tile(16, 256, 2, 4)
-    return Tile(16, 64, 2, 6)
+def tile_for(columns: int, inner: int, *, gated: bool) -> Tile:
+    """Measured on one NVIDIA H200 (docs/gpu.md): small programs, many loads in flight."""
+    if inner % 256:
+        return Tile(16, 64, 2, 6)
+    if gated:
+        return Tile(32, 128, 4, 4) if columns >= 8192 else Tile(16, 128, 2, 4)
+    return Tile(64, 128, 4, 4) if columns >= 16384 else Tile(16, 256, 2, 5)
 
 
 def linear(
@@ -117,61 +148,101 @@ def linear(
     residual: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x @ weight.T + bias + residual, rounded once.
+    """Compute x @ weight.T + bias + residual, rounded once.
 
     `x` [rows, inner] contiguous, `weight` [columns, inner], `residual` [rows, columns].
     """
-    return _launch(x, weight, bias, residual, norm=None, tile=tile).x
+    return _launch(_Operands(x=x, weight=weight, bias=bias, residual=residual, tile=tile)).x
+
+
+def linear_gated(
+    source: Normed, weight: Tensor, bias: Tensor | None, *, eps: float, tile: Tile | None = None
+) -> Tensor:
+    """silu(first half) * second half of the normed stream's product, [rows, columns].
+
+    `weight` [2 * columns, hidden], `bias` [2 * columns]. A 1 / rms still due is applied first.
+    """
+    return _launch(
+        _Operands(
+            x=source.scaled,
+            weight=weight,
+            bias=bias,
+            squares=source.squares,
+            eps=eps,
+            gated=True,
+            tile=tile,
+        )
+    ).x
 
 
 def linear_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor
 ) -> Normed:
     """`linear` plus everything the next norm, of weight `norm` [columns], needs."""
-    return _launch(x, weight, bias, residual, norm=norm, tile=None)
+    return _launch(_Operands(x=x, weight=weight, bias=bias, residual=residual, norm=norm))
 
 
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    *,
-    norm: Tensor | None,
-    tile: Tile | None,
-) -> Normed:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Operands:
+    """What a product takes; see the functions above."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor | None = None
+    norm: Tensor | None = None
+    squares: Tensor | None = None
+    eps: float = 0.0
+    gated: bool = False
+    tile: Tile | None = None
+
+
+def _launch(o: _Operands) -> Normed:
+    x, squares = o.x, o.squares
     rows, inner = x.shape
-    columns = weight.shape[0]
-    tile = tile or tile_for(columns, inner)
+    columns = o.weight.shape[0] // (2 if o.gated else 1)
+    tile = o.tile or tile_for(columns, inner, gated=o.gated)
     block_m = 16 if rows <= 16 else min(128, triton.next_power_of_2(rows))
     grid = (triton.cdiv(columns, tile.n), triton.cdiv(rows, block_m))
     out = x.new_empty(rows, columns)
-    scaled, squares = out, None
-    if norm is not None:
+    scaled, shares = out, None
+    if o.norm is not None:
         scaled = torch.empty_like(out)
-        squares = torch.empty(rows, grid[0], dtype=torch.float32, device=x.device)
+        shares = torch.empty(rows, grid[0], dtype=torch.float32, device=x.device)
+    parts = squares.shape[1] if squares is not None else 1
+
+    def given(tensor: Tensor | None) -> Tensor:
+        return tensor if tensor is not None else x
+
     _linear_kernel[grid](
         x,
-        weight,
-        bias if bias is not None else x,
-        residual if residual is not None else x,
-        norm if norm is not None else x,
+        o.weight,
+        given(o.bias),
+        given(o.residual),
+        given(o.norm),
+        given(squares),
         out,
         scaled,
-        squares if squares is not None else x,
+        given(shares),
         rows,
         columns,
         inner,
+        parts,
+        o.eps,
         BLOCK_M=block_m,
         BLOCK_N=tile.n,
         BLOCK_K=tile.k,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_NORM=norm is not None,
+        HAS_BIAS=o.bias is not None,
+        HAS_RESIDUAL=o.residual is not None,
+        HAS_NORM=o.norm is not None,
         EVEN_K=inner % tile.k == 0,
         EVEN_N=columns % tile.n == 0,
+        GATED=o.gated,
+        SCALED=squares is not None,
+        PARTS=triton.next_power_of_2(parts),
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **overlap(x),
     )
-    return Normed(out, scaled, squares)
+    return Normed(out, scaled, shares)

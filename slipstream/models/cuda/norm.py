@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.models.cuda.launch import overlap, wait
 from slipstream.models.cuda.linear import Normed
 
 
@@ -19,7 +20,19 @@ def inverse_rms(squares, row, parts, size, eps, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _norm_kernel(x, delta, weight, total, out, size, eps, ADDED: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(
+    x,
+    delta,
+    weight,
+    total,
+    out,
+    size,
+    eps,
+    ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
@@ -35,7 +48,7 @@ def _norm_kernel(x, delta, weight, total, out, size, eps, ADDED: tl.constexpr, B
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, row by row; `x` [rows, size]."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight, row by row; `x` [rows, size]."""
     return _norm(x, None, weight, eps).scaled
 
 
@@ -59,62 +72,26 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Normed
         ADDED=delta is not None,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8 if size >= 2048 else 4,
+        **overlap(x),
     )
     return Normed(total, out, None)
 
 
 @triton.jit
-def _gate_kernel(
-    x,
-    bias,
-    squares,
-    out,
-    size,
-    parts,
-    inner,
-    eps,
-    HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _gate_kernel(x, out, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(x + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
-    if SCALED:
-        scale = inverse_rms(squares, row, parts, inner, eps, PARTS)
-        gate, up = gate * scale, up * scale
-    if HAS_BIAS:
-        gate += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(bias + size + at, mask=inside, other=0.0).to(tl.float32)
     silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * size + at, (silu * up).to(out.dtype.element_ty), mask=inside)
 
 
-def silu_gate(x: Tensor, source: Normed, *, bias: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """silu(first half) * second half of x [rows, 2 * size], the product of `source.scaled`.
-
-    Where the source's 1 / rms is still due it is applied here, and then `bias` [2 * size] is added.
-    """
+def silu_gate(x: Tensor) -> Tensor:
+    """silu(first half) * second half of x [rows, 2 * size]: [rows, size]."""
     rows, size = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, size)
-    squares = source.squares
-    parts = squares.shape[1] if squares is not None else 1
-    block = 512 if rows <= 16 else 1024
-    _gate_kernel[(rows, triton.cdiv(size, block))](
-        x,
-        bias if bias is not None else x,
-        squares if squares is not None else x,
-        out,
-        size,
-        parts,
-        source.x.shape[1],
-        eps,
-        HAS_BIAS=bias is not None,
-        SCALED=squares is not None,
-        PARTS=triton.next_power_of_2(parts),
-        BLOCK=block,
-    )
+    _gate_kernel[(rows, triton.cdiv(size, 1024))](x, out, size, BLOCK=1024, **overlap(x))
     return out

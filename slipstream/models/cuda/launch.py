@@ -1,0 +1,34 @@
+"""Programmatic dependent launch: a kernel may be set up while the one before it drains.
+
+Every kernel here first waits for its predecessor's results and then lets its successor be set up,
+so that the microsecond a launch takes is hidden (CUDA programming guide, "Programmatic Dependent
+Launch"; compute capability 9.0 on). Kernels of libraries in between just do not overlap.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlap(x: Tensor) -> dict[str, Any]:
+    """Launch options for kernels that call `wait(PDL)`; `x` is any of their tensors."""
+    return {"PDL": True, "launch_pdl": True} if _overlaps(x.device) else {"PDL": False}
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Wait for the kernel before; then let the one behind be set up."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
