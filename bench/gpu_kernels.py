@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from slipstream.engine.cost import copy_bandwidth
 from slipstream.models.cuda import attention
-from slipstream.models.cuda.attention import Tiles, attend, scratch_for
+from slipstream.models.cuda.attention import Reading, Tiles, attend, scratch_for
 from slipstream.models.cuda.linear import Tile, linear
 
 DEVICE = torch.device("cuda")
@@ -115,15 +115,9 @@ def contexts(users: int, width: int, context: int, top: float) -> None:
     for splits in (1, 2, 4, 8, 16, 32, 64, 128):
         if not 60 <= users * kv * splits <= 1100:
             continue
-        for block, warps, stages in (
-            (64, 4, 3),
-            (64, 4, 4),
-            (64, 4, 2),
-            (32, 4, 5),
-            (64, 8, 3),
-            (32, 2, 4),
-        ):
-            attention.BLOCK_T, attention.WARPS, attention.STAGES = block, warps, stages
+        for block, stages in ((64, 2), (64, 3), (64, 4), (32, 4), (32, 5)):
+            reading = Reading(block, stages)
+            attention.reading_for = lambda _, reading=reading: reading
             tiles = Tiles(
                 row=ints(list(range(users))), first=ints([0] * users),
                 start=ints([context] * users), length=ints([width] * users),
@@ -138,11 +132,11 @@ def contexts(users: int, width: int, context: int, top: float) -> None:
                 for cache in storage:
                     attend(qkv, cache, tiles, scratch=scratch, page_size=page)
 
-            found.append((timed(enqueue, layers), splits, block, warps, stages))
+            found.append((timed(enqueue, layers), splits, block, stages))
     size = users * context * 2 * kv * dim * 2
     print(f"attention {users} users x {width} rows at {context}")
     for us, *what in sorted(found)[:4]:
-        print(f"   {us:7.1f} us ({size / us * 1e6 / top:.2f}) splits, block, warps, stages {what}")
+        print(f"   {us:7.1f} us ({size / us * 1e6 / top:.2f}) splits, positions, stages {what}")
 
 
 def main() -> None:

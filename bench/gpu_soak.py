@@ -79,7 +79,11 @@ def compare(llm: LLM, jobs: list[Any], found: list[Completion]) -> dict[str, Any
         if alone.token_ids == completion.token_ids:
             continue
         at = next(
-            (i for i, (a, b) in enumerate(zip(alone.token_ids, completion.token_ids)) if a != b),
+            (
+                i
+                for i, pair in enumerate(zip(alone.token_ids, completion.token_ids, strict=False))
+                if pair[0] != pair[1]
+            ),
             min(len(alone.token_ids), len(completion.token_ids)),
         )
         margins, _ = llm.score(prompt, list(alone.token_ids))

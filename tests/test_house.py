@@ -17,7 +17,7 @@ def _length(node: ast.AST) -> int:
 
 
 def _is_kernel(node: ast.AST) -> bool:
-    return any(ast.unparse(d) == "triton.jit" for d in node.decorator_list)
+    return any(ast.unparse(d).startswith("triton.jit") for d in node.decorator_list)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -8,6 +8,7 @@ the true shape, for cost measurements.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,6 +21,7 @@ from slipstream.models.cuda.rope import rotate_and_store
 from slipstream.models.dense import Model
 from slipstream.models.linear import Linear
 from slipstream.models.shapes import random_model
+from slipstream.sampling.fused import Chooser
 from slipstream.target.device import scratch_of, splits_for
 from slipstream.target.graphs import Step
 from slipstream.target.slots import prepare
@@ -88,6 +90,7 @@ class DFlashPass:
         self._positions = torch.zeros(count, dtype=torch.int32, device=device)
         self._cells = torch.zeros(count, dtype=torch.int32, device=device)
         self._first = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._chooser = Chooser(rows, width, vocab=weights.model.config.vocab_size, device=device)
         self._splits = splits_for(rows * weights.model.config.num_kv_heads, device)
 
     def enqueue(self, step: Step) -> None:
@@ -129,8 +132,8 @@ class DFlashPass:
         )
         flat = self._flat(step, rows, width)
         hidden, _ = run_layers(model, F.embedding(self._ids, model.embedding), flat, self._storage)
-        best = logits(model, hidden).view(rows, width, -1)[:, 1:].argmax(-1)
-        step.drafts.copy_(best)
+        best = self._chooser.best(logits(model, hidden)).view(rows, width)
+        step.drafts.copy_(best[:, 1:])
         step.counts.fill_(width - 1)
 
     def _flat(self, step: Step, rows: int, width: int) -> Flat:

@@ -22,6 +22,7 @@ from slipstream.drafters.none import NoneDrafter
 from slipstream.drafters.specs import DrafterContext, build
 from slipstream.engine.engine import Engine
 from slipstream.engine.fast import attach
+from slipstream.engine.lane import cuda_clock
 from slipstream.errors import InvalidConfig
 from slipstream.models.config import ModelConfig
 from slipstream.models.dense import Model
@@ -195,7 +196,9 @@ def _run(engine: Engine, case: Case) -> tuple[tuple[list[float], list[float]], f
     for _ in range(case.users):
         engine.submit(rng.integers(0, vocab, case.context).tolist(), params)
     rows = engine.rows
-    device, host, committed = [], [], 0
+    device: list[float] = []
+    host: list[float] = []
+    committed = 0
     while len(device) < WARM_STEPS + STEPS:
         outputs = engine.step()
         record = rows[0].records[-1] if rows[0].records else None
@@ -223,14 +226,14 @@ def _replayed(enqueue: Callable[[], Any]) -> float:
 
 
 def _median_ms(work: Callable[[], Any]) -> float:
-    times = []
+    times: list[float] = []
     for _ in range(REPLAYS):
-        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun, done = cuda_clock(), cuda_clock()
         begun.record()
         work()
         done.record()
         done.synchronize()
-        times.append(begun.elapsed_time(done))
+        times.append(float(begun.elapsed_time(done)))
     return statistics.median(times[REPLAYS // 4 :])
 
 

@@ -15,14 +15,21 @@ if TYPE_CHECKING:
     from slipstream.engine.engine import Engine, StepOutput
 
 
-def attach(engine: Engine, *, max_users: int, forced: float | None = None) -> None:
+def attach(
+    engine: Engine, *, max_users: int, forced: float | None = None, warm: bool = False
+) -> None:
     """Give an engine on an accelerator its lane, if its drafter can use one: drafts must be one-hot
-    and need no features. `forced`: synthetic acceptance (`target.graphs.StepShape`).
+    and need no features. `forced`: synthetic acceptance (`target.graphs.StepShape`). `warm`:
+    compile and capture now all that requests can need, rather than while they wait.
     """
+    if warm:
+        engine.target.warm_up()
     drafter = engine.drafter
     one_hot = isinstance(drafter, OnDevice) or getattr(drafter, "one_hot", False)
     if one_hot and not drafter.needs:
         lane = Lane(engine.target, drafter, max_users=max_users, forced=forced)
+        if warm:
+            lane.warm_up()
         engine.fast = FastPath(engine, lane)
 
 

@@ -86,7 +86,7 @@ class Lane:
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
         self._cuda = model.device.type == "cuda"
-        self._clock = _cuda_clock if self._cuda else _HostClock
+        self._clock = cuda_clock if self._cuda else _HostClock
 
     # --- who may use it ----------------------------------------------------------------------
 
@@ -181,6 +181,12 @@ class Lane:
         self._members, self._last = [], 0.0
         self._covered.clear()
 
+    def warm_up(self) -> None:
+        """Capture the steps of every size, greedy and sampled, before there are requests."""
+        for size in _SIZES[: _SIZES.index(_size(self._slots.count)) + 1]:
+            for sampled in (False, True):
+                self._captured(self._shape(size, sampled=sampled))
+
     # --- state -------------------------------------------------------------------------------
 
     def _serves(self, rows: Seq[Sequence], *, exactly: bool) -> bool:
@@ -249,12 +255,13 @@ class Lane:
 
     def _sized(self, rows: Seq[Sequence]) -> Step:
         """The captured step that fits these rows."""
-        shape = StepShape(
-            rows=_size(len(rows)),
-            draft_len=self._draft_len,
-            sampled=any(not r.params.greedy for r in rows),
-            forced=self._forced,
-        )
+        sampled = any(not r.params.greedy for r in rows)
+        return self._captured(self._shape(_size(len(rows)), sampled=sampled))
+
+    def _shape(self, rows: int, *, sampled: bool) -> StepShape:
+        return StepShape(rows=rows, draft_len=self._draft_len, sampled=sampled, forced=self._forced)
+
+    def _captured(self, shape: StepShape) -> Step:
         step = self._steps.get(shape)
         if step is None:
             form = (
@@ -290,8 +297,9 @@ def _limit(row: Sequence) -> int:
     return min(row.prompt_len + row.params.max_tokens, row.max_context)
 
 
-def _cuda_clock() -> Any:
-    return torch.cuda.Event(enable_timing=True)
+def cuda_clock() -> Any:
+    """An event on the current stream that knows its time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class _HostClock:

@@ -74,14 +74,14 @@ class LLM:
         }
         self.tokenizer = self.loaded.tokenizer
         self._inboxes: dict[int, deque[StepOutput]] = {}
-        config, device = self.loaded.model.config, self.loaded.model.device
+        config = self.loaded.model.config
         context = DrafterContext(
             vocab_size=config.vocab_size,
             max_context=config.max_context,
             tokenizer=self.tokenizer,
             dtype=self.loaded.model.dtype,
             max_users=max_users,
-            device=str(device),
+            device=str(self.loaded.model.device),
             prefix_cache=prefix_cache,
         )
         self.drafter = build(drafter, context=context)
@@ -107,7 +107,7 @@ class LLM:
         if model.device.type == "cuda":
             from slipstream.engine.fast import attach
 
-            attach(engine, max_users=max_users)
+            attach(engine, max_users=max_users, warm=True)
         return engine
 
     def fork(self, drafter: str, **changes: Any) -> LLM:

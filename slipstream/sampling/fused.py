@@ -319,12 +319,9 @@ class Chooser:
 
         `salt`: the key of `Purpose.NEXT`. Skip the draw with `salt` 0, where all rows are greedy.
         """
-        count = self._rows * self._width
-        _peaks_kernel[(count, self._parts)](
-            logits, self._peaks, self._ids, self._vocab, self._parts, PART=PART
-        )
+        self._first_pass(logits)
         if salt:
-            _draw_kernel[(count,)](
+            _draw_kernel[(self._rows * self._width,)](
                 logits,
                 self._peaks,
                 self._chosen,
@@ -344,6 +341,16 @@ class Chooser:
                 SHIFT=16 if logits.dtype == torch.bfloat16 else 0,
                 num_warps=16,
             )
+
+    def best(self, logits: Tensor) -> Tensor:
+        """Likeliest token of each row of `logits`, int32 [rows * width]."""
+        self._first_pass(logits)
+        return self._ids.gather(1, self._peaks.argmax(1, keepdim=True)).squeeze(1)
+
+    def _first_pass(self, logits: Tensor) -> None:
+        _peaks_kernel[(self._rows * self._width, self._parts)](
+            logits, self._peaks, self._ids, self._vocab, self._parts, PART=PART
+        )
 
     def accept(
         self,

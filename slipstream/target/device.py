@@ -19,6 +19,8 @@ from slipstream.models.dense import Model
 Index = NDArray[np.int32]
 _PROMPT_TILE = 64
 """(token, query head) pairs of a tile where some row is a prompt chunk."""
+SPLITS = (1, 4, 32)
+"""Parts that contexts are cut into outside captured steps."""
 _FEW = 16
 """Rows of up to this many tokens are one tile each."""
 
@@ -40,14 +42,18 @@ def run_rows(
     storage: Sequence[Tensor],
     page_size: int,
     taps: Sequence[int],
+    splits: int | None = None,
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Hidden states before the final norm, taps, and the slots (int64) of the tokens."""
+    """Hidden states before the final norm, taps, and the slots (int64) of the tokens.
+
+    `splits`: one of `SPLITS`, chosen by size where it is None.
+    """
     config, device = model.config, model.device
     lengths = np.array([r.length for r in rows], np.int32)
     starts = np.array([r.start for r in rows], np.int32)
     tokens = np.cumsum(lengths, dtype=np.int32) - lengths
     longest = int(lengths.max())
-    per_tile = longest if longest <= _FEW else max(1, _PROMPT_TILE // config.group)
+    per_tile = _FEW if longest <= _FEW else max(1, _PROMPT_TILE // config.group)
     counts = -(-lengths // per_tile)
     tile_row = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     tile_first = (
@@ -77,7 +83,7 @@ def run_rows(
         token=sent[7],
         pages=sent[8].view(pages.shape),
         tokens=per_tile,
-        splits=splits_for(len(tile_row) * config.num_kv_heads, device),
+        splits=splits or _few_kinds(splits_for(len(tile_row) * config.num_kv_heads, device)),
     )
     flat = Flat(sent[1], sent[2], tiles, scratch_of(tiles, config, device), page_size)
     x = F.embedding(sent[0].long(), model.embedding)
@@ -98,9 +104,34 @@ def scratch_of(tiles: Tiles, config: ModelConfig, device: torch.device) -> Scrat
     )
 
 
+def warm_up(model: Model, *, storage: Sequence[Tensor], page_size: int) -> None:
+    """Compile what `run_rows` can need, so that no request waits for a compiler.
+
+    Writes to the first pages of the cache: call it before there are requests.
+    """
+    for length in (1, _FEW + 1):
+        row = Placement(length, 0, range(-(-length // page_size)))
+        for splits in SPLITS:
+            run_rows(
+                model,
+                [0] * length,
+                [row],
+                storage=storage,
+                page_size=page_size,
+                taps=(),
+                splits=splits,
+            )
+
+
+def _few_kinds(splits: int) -> int:
+    """The largest of `SPLITS` up to the wanted number: each is a compilation."""
+    return max(s for s in SPLITS if s <= splits)
+
+
 def splits_for(programs: int, device: torch.device) -> int:
-    """Parts to cut contexts into so that about four programs sit on every multiprocessor."""
-    wanted = 4 * multiprocessors(device) // max(programs, 1)
+    """Parts to cut contexts into so that two to four programs sit on every multiprocessor."""
+    each = 2 if 2 * programs >= multiprocessors(device) else 4
+    wanted = each * multiprocessors(device) // max(programs, 1)
     return max(1, min(MAX_SPLITS, 1 << max(wanted, 1).bit_length() - 1))
 
 
@@ -125,6 +156,10 @@ def _page_tables(rows: Sequence[Placement], page_size: int) -> Index:
 
 
 def _send(parts: Sequence[Index], device: torch.device) -> list[Tensor]:
-    """All parts in one copy; int32 views of it."""
-    whole = torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True)
-    return list(whole.split([len(p) for p in parts]))
+    """All parts in one copy; int32 views of it, each at a multiple of 16 bytes: Triton compiles
+    anew for every mixture of aligned and unaligned pointers.
+    """
+    padded = [np.pad(p, (0, -len(p) % 4)) for p in parts]
+    whole = torch.from_numpy(np.concatenate(padded)).to(device, non_blocking=True)
+    starts = np.cumsum([0, *map(len, padded)]).tolist()
+    return [whole[at : at + len(part)] for at, part in zip(starts, parts, strict=False)]

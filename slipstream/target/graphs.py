@@ -118,9 +118,14 @@ class Step:
         self.enqueue_accept(self.enqueue_verify())
 
     def enqueue_draft(self) -> None:
-        """Launch the drafting, if it is done here."""
+        """Launch the drafting, if it is done here. Synthetic acceptance needs drafts to accept, so
+        then a row without any gets `draft_len` of token 0.
+        """
         if self._drafter is not None:
             self._drafter.enqueue(self)
+        if self.shape.forced is not None:
+            self.drafts.clamp_(min=0)
+            self.counts.fill_(self.shape.draft_len)
 
     def enqueue_verify(self) -> Tensor:
         """Launch the target over anchors and drafts; logits [rows * (draft_len + 1), vocab]."""
@@ -167,7 +172,7 @@ class Step:
 
 def capture(enqueue: Callable[[], Any]) -> Any:
     """The launches of `enqueue` as a `torch.cuda.CUDAGraph`, after a run that compiles them."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         enqueue()

@@ -107,6 +107,14 @@ class Target:
         logits = self._logits(_take(flat.hidden, wanted))
         return ForwardOutput(logits, features, broken)
 
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """On an accelerator: compile every kernel now. Only before there are requests."""
+        from slipstream.target.device import warm_up
+
+        warm_up(self._model, storage=self.storage, page_size=self.pool.page_size)
+        self._logits(self._model.embedding[:1])
+
     def _logits(self, hidden: Tensor) -> Tensor:
         if not self.kernels:
             return self._model.logits(hidden)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from slipstream.lab.readme_table import stale
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,6 +16,7 @@ def test_tables_are_generated_from_ledgers():
     assert not stale(pages), "run: python -m slipstream.lab.readme_table README.md docs/*.md"
 
 
-def test_speed_page_is_generated_from_bench_results():
-    done = subprocess.run([sys.executable, ROOT / "bench" / "speed_table.py", "--check"])
-    assert done.returncode == 0, "run: python bench/speed_table.py"
+@pytest.mark.parametrize("bench", ["speed_table", "gpu_table"])
+def test_pages_are_generated_from_bench_results(bench):
+    done = subprocess.run([sys.executable, ROOT / "bench" / f"{bench}.py", "--check"])
+    assert done.returncode == 0, f"run: python bench/{bench}.py"

@@ -1,9 +1,9 @@
 """Attention over paged keys and values: a few verify rows or a prompt chunk, one kernel.
 
 A program owns one KV head of one *tile* (up to BLOCK_M (token, query head) pairs of one row) and
-one *split* of the row's positions. A group's query heads sit in one tile, so each key is read once a
-group. Splits fill the chip where rows are few and contexts long (flash-decoding, Dao et al. 2023);
-a second kernel merges them. Query heads are ordered (group, kv_head), as everywhere here.
+one *split* of the row's positions. A group's query heads sit in one tile, so each key is read once
+a group. Splits fill the chip where rows are few and contexts long (flash-decoding, Dao et al.
+2023); a second kernel merges them. Query heads are ordered (group, kv_head), as everywhere here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from slipstream.models.cuda.launch import overlap, wait
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
-BLOCK_T, WARPS, STAGES = 64, 4, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Scratch:
     sums: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pages_width"])  # one compilation for all table sizes
 def _attend_kernel(
     qkv,
     storage,
@@ -177,37 +176,57 @@ def _merge_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    LANES: tl.constexpr,
     SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait(PDL)
-    tile, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, head = tl.program_id(0), tl.program_id(1)
+    lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
     row = tl.load(tile_row + tile)
     token = tl.load(tile_first + tile) + lane // GROUP
+    alive = (token < tl.load(row_length + row)) & (lane < (BLOCK_M // GROUP) * GROUP)
     query_head = (lane % GROUP) * kv + head
-    if token < tl.load(row_length + row):
-        split = tl.arange(0, SPLITS_PADDED)
-        dim = tl.arange(0, DIM)
-        cell = ((tile.to(tl.int64) * kv + head) * SPLITS + split) * BLOCK_M + lane
-        inside = split < SPLITS
-        peaks = tl.load(part_sums + cell * 2, mask=inside, other=-1.0e30)
-        totals = tl.load(part_sums + cell * 2 + 1, mask=inside, other=0.0)
-        peak = tl.max(peaks, 0)
-        if SINKS:
-            sink = tl.load(sinks + query_head).to(tl.float32) * 1.4426950408889634
-            peak = tl.maximum(peak, sink)
-        shares = tl.where(totals > 0, tl.exp2(peaks - peak), 0.0)
-        total = tl.sum(shares * totals, 0)
-        if SINKS:
-            total += tl.exp2(sink - peak)
-        parts = tl.load(
-            part_out + cell[:, None] * DIM + dim[None, :], mask=(totals > 0)[:, None], other=0.0
-        )
-        mean = tl.sum(parts * shares[:, None], 0) / tl.where(total > 0, total, 1.0)
-        flat = (tl.load(row_token + row) + token).to(tl.int64)
-        tl.store(out + flat * queries * DIM + query_head * DIM + dim, mean.to(out.dtype.element_ty))
+    split = tl.arange(0, SPLITS_PADDED)
+    dim = tl.arange(0, DIM)
+    first = (tile.to(tl.int64) * kv + head) * SPLITS
+    cell = (first + split[:, None]) * BLOCK_M + lane[None, :]
+    inside = (split < SPLITS)[:, None] & alive[None, :]
+    peaks = tl.load(part_sums + cell * 2, mask=inside, other=-1.0e30)
+    totals = tl.load(part_sums + cell * 2 + 1, mask=inside, other=0.0)
+    peak = tl.max(peaks, 0)
+    if SINKS:
+        sink = tl.load(sinks + query_head, mask=alive, other=0.0).to(tl.float32)
+        sink = sink * 1.4426950408889634
+        peak = tl.maximum(peak, sink)
+    shares = tl.where(totals > 0, tl.exp2(peaks - peak[None, :]), 0.0)
+    total = tl.sum(shares * totals, 0)
+    if SINKS:
+        total += tl.exp2(sink - peak)
+    parts = tl.load(
+        part_out + cell[:, :, None] * DIM + dim[None, None, :],
+        mask=(totals > 0)[:, :, None],
+        other=0.0,
+    )
+    mean = tl.sum(parts * shares[:, :, None], 0) / tl.where(total > 0, total, 1.0)[:, None]
+    flat = (tl.load(row_token + row) + token).to(tl.int64)
+    target = out + (flat * queries + query_head)[:, None] * DIM + dim[None, :]
+    tl.store(target, mean.to(out.dtype.element_ty), mask=alive[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Positions a program reads at once, and how many such reads are in flight."""
+
+    positions: int
+    stages: int
+
+
+def reading_for(splits: int) -> Reading:
+    """Measured on one NVIDIA H200 (docs/gpu.md): many programs take small bites, few large ones."""
+    return Reading(32, 5) if splits <= 4 else Reading(64, 2)
 
 
 def block_rows(tokens: int, group: int) -> int:
@@ -250,6 +269,7 @@ def attend(
     block = block_rows(tiles.tokens, group)
     out = qkv.new_empty(len(qkv), queries * dim)
     single = qkv.dtype == torch.float32
+    shape = Reading(32, 2) if single else reading_for(tiles.splits)
     _attend_kernel[(tiles.row.shape[0], kv, tiles.splits)](
         qkv,
         storage,
@@ -272,14 +292,14 @@ def attend(
         GROUP=group,
         DIM=dim,
         BLOCK_M=block,
-        BLOCK_T=32 if single else BLOCK_T,
+        BLOCK_T=shape.positions,
         SPLITS=tiles.splits,
         CAUSAL=causal,
         WINDOWED=window is not None,
         SINKS=sinks is not None,
         PRECISION="ieee" if single else "tf32",
-        num_warps=8 if block >= 128 else WARPS,
-        num_stages=2 if single or block >= 32 else STAGES,
+        num_warps=8 if block >= 128 else 4,
+        num_stages=shape.stages,
         **overlap(qkv),
     )
     if tiles.splits > 1:
@@ -291,7 +311,9 @@ def _merge(
     scratch: Scratch, tiles: Tiles, out: Tensor, *, kv: int, group: int, sinks: Tensor | None
 ) -> None:
     block, dim = scratch.out.shape[3:]
-    _merge_kernel[(tiles.row.shape[0], kv, tiles.tokens * group)](
+    padded = triton.next_power_of_2(tiles.splits)
+    lanes = max(1, min(triton.next_power_of_2(tiles.tokens * group), 32 // padded))
+    _merge_kernel[(tiles.row.shape[0], kv, triton.cdiv(tiles.tokens * group, lanes))](
         scratch.out,
         scratch.sums,
         sinks if sinks is not None else out,
@@ -305,8 +327,9 @@ def _merge(
         GROUP=group,
         DIM=dim,
         BLOCK_M=block,
+        LANES=lanes,
         SPLITS=tiles.splits,
-        SPLITS_PADDED=triton.next_power_of_2(tiles.splits),
+        SPLITS_PADDED=padded,
         SINKS=sinks is not None,
         num_warps=4,
         **overlap(out),

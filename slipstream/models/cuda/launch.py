@@ -22,8 +22,13 @@ def _overlaps(device: torch.device) -> bool:
 
 
 def overlap(x: Tensor) -> dict[str, Any]:
-    """Launch options for kernels that call `wait(PDL)`; `x` is any of their tensors."""
-    return {"PDL": True, "launch_pdl": True} if _overlaps(x.device) else {"PDL": False}
+    """Launch options for kernels that call `wait(PDL)`; `x` is their input.
+
+    Only rows shorter than 4,096: measured on one NVIDIA H200, a step of a 135M model takes 0.85 of
+    its time with overlap, one of an 8B model 1.02 to 1.04 (early programs hold room on the chip).
+    """
+    small = x.shape[-1] < 4096 and _overlaps(x.device)
+    return {"PDL": True, "launch_pdl": True} if small else {"PDL": False}
 
 
 @triton.jit

@@ -22,7 +22,7 @@ FEW_ROWS = 16
 """Up to this many rows one tile of rows serves all."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one compilation for all batch sizes
 def _linear_kernel(
     x,
     weight,
