@@ -95,7 +95,7 @@ def test_a_stop_is_noticed_late_and_costs_no_token():
 
 
 def test_a_small_pool_drains_the_lane_and_preempts():
-    plain, fast = pair(drafter="ngram:3,min=1", kv_tokens=144)
+    plain, fast = pair(drafter="ngram:3,min=1", kv_tokens=112)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     expected = [plain.generate([p], params)[0].token_ids for p in PROMPTS]
     assert ids(fast.generate(PROMPTS, params)) == expected
