@@ -122,7 +122,10 @@ def measure(loaded: LoadedModel, case: Case, *, bandwidth: float) -> Cost:
 
 def _engine(loaded: LoadedModel, case: Case) -> tuple[Engine, Drafter]:
     config = loaded.model.config
-    room = _room(case)
+    if not 1 <= case.users <= 64:
+        raise InvalidConfig(f"users is {case.users}; allowed: 1 to 64.")
+    draft_len = _draft_len(loaded.model, case)
+    room = case.context + _answer_tokens(draft_len)
     if room > config.max_context:
         raise InvalidConfig(
             f"context is {case.context}; this model reaches {config.max_context}, and "
@@ -147,13 +150,21 @@ def _engine(loaded: LoadedModel, case: Case) -> tuple[Engine, Drafter]:
     )
     forced = None if case.acceptance is None else case.acceptance - 1
     attach(engine, max_users=case.users, forced=forced)
+    if engine.fast is None:
+        raise InvalidConfig(
+            f"drafter is {case.drafter!r}; `slipstream cost` measures none, ngram, suffix, dflash."
+        )
     return engine, drafter
 
 
-def _room(case: Case) -> int:
-    match = re.search(r":(\d+)", case.drafter)
-    width = int(match[1]) + 1 if match else 1
-    return case.context + (WARM_STEPS + STEPS + 3 * REPLAYS + 8) * width
+def _answer_tokens(draft_len: int) -> int:
+    """Most tokens a row can be given while measuring, the replays of its parts included."""
+    return (WARM_STEPS + STEPS + 3 * REPLAYS + 8) * (draft_len + 1)
+
+
+def _draft_len(model: Model, case: Case) -> int:
+    match = _DFLASH.match(case.drafter)
+    return int(match[1]) if match else int(_drafter(model, case, 0).max_draft_len)
 
 
 def _drafter(model: Model, case: Case, slots: int) -> Any:
@@ -192,7 +203,8 @@ def _run(engine: Engine, case: Case) -> tuple[tuple[list[float], list[float]], f
     """Device and host seconds of each measured step, and committed tokens a row-step."""
     rng = np.random.default_rng(0)
     vocab = engine.vocabulary.size
-    params = SamplingParams(max_tokens=_room(case) - case.context, ignore_eos=True)
+    most = _answer_tokens(engine.drafter.max_draft_len)
+    params = SamplingParams(max_tokens=most, ignore_eos=True)
     for _ in range(case.users):
         engine.submit(rng.integers(0, vocab, case.context).tolist(), params)
     rows = engine.rows

@@ -78,6 +78,8 @@ class Target:
             self.config, num_pages * page_size, self._model.dtype, self._model.device
         )
         """One [slots, 2 * kv_heads, head_dim] tensor a layer: keys, then values."""
+        if self._model.device.type != "cpu":
+            require_kernel_shape(self.config)
         self.kernels = self._model.device.type != "cpu"
         """Whether forwards run through the Triton kernels (in tests also on a CPU)."""
 
@@ -182,6 +184,15 @@ class Target:
             layer.index_fill_(0, flat.slots[broken], 0.0)
         bad = broken.cpu().numpy()
         return frozenset(i for i, own in enumerate(flat.order) if bad[own].any())
+
+
+def require_kernel_shape(config: ModelConfig) -> None:
+    """Raise `ModelError` for a head size that the attention kernel cannot tile."""
+    dim = config.head_dim
+    if dim < 16 or dim & (dim - 1):
+        raise ModelError(
+            f"head_dim is {dim}; on a GPU it must be a power of two from 16. Use device='cpu'."
+        )
 
 
 @dataclass(frozen=True, slots=True)

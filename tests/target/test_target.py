@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from slipstream.cache.pages import PageTable
-from slipstream.errors import InvalidConfig
+from slipstream.errors import InvalidConfig, ModelError
 from slipstream.models.loading import LoadedModel
 from slipstream.models.tiny import tiny_model
 from slipstream.target.batch import arrange, place
-from slipstream.target.target import ForwardRow, Target
+from slipstream.target.target import ForwardRow, Target, require_kernel_shape
 
 torch.set_num_threads(1)
 
@@ -278,3 +278,13 @@ def test_a_broken_row_does_not_harm_the_rows_it_runs_with() -> None:
             expected = alone[i].step([length])[0]
             torch.testing.assert_close(together[i], expected, atol=1e-4, rtol=1e-4, equal_nan=True)
             assert expected.isnan().any() == (i == 1)
+
+
+@pytest.mark.parametrize(("dim", "fits"), [(8, False), (16, True), (96, False), (128, True)])
+def test_head_sizes_the_kernels_cannot_tile_are_one_sentence(dim, fits):
+    config = tiny_model(head_dim=dim).config
+    if fits:
+        require_kernel_shape(config)
+    else:
+        with pytest.raises(ModelError, match=f"head_dim is {dim}"):
+            require_kernel_shape(config)
