@@ -90,7 +90,12 @@ def _fold(heads: Tensor, s: Segment, kv: int, queries: int) -> Tensor:
 
 
 def attend_all(heads: Tensor, storage: Tensor, segments: list[Segment], kv: int) -> Tensor:
-    """Attention of the whole flat batch, segment by segment: [N, num_heads * head_dim]."""
-    if len(segments) == 1:
-        return attend(heads, storage, segments[0], kv)
-    return torch.cat([attend(heads, storage, s, kv) for s in segments])
+    """Attention of the whole flat batch, segment by segment: [N, num_heads * head_dim].
+
+    Rows of `heads` behind the last segment belong to nobody; theirs are zero.
+    """
+    parts = [attend(heads, storage, s, kv) for s in segments]
+    spare = heads.size(0) - segments[-1].stop
+    if spare > 0:
+        parts.append(parts[0].new_zeros([spare, parts[0].size(1)]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from slipstream.models.attention import Segment
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import Layer, Norm, compiled, rms_norm
-from slipstream.models.linear import Linear, linear, pack
+from slipstream.models.linear import Linear, cheaper_rows, linear, pack
 from slipstream.models.rope import RopeTable
 
 
@@ -57,7 +57,11 @@ class Model:
         `ids` int64 [N]; `rope` from `self.rope.rows`; the rest as `layers.run_layers` says. Tap 0
         is the embeddings, tap i + 1 the output of layer i.
         """
-        wanted = sorted(set(taps))
+        wanted, count = sorted(set(taps)), len(ids)
+        spare = cheaper_rows(count, self.head) - count
+        if spare:
+            ids = F.pad(ids, (0, spare))
+            rope = (F.pad(rope[0], (0, 0, 0, 0, 0, spare)), F.pad(rope[1], (0, 0, 0, 0, 0, spare)))
         x, states = compiled()(
             F.embedding(ids, self.embedding),
             *rope,
@@ -70,11 +74,15 @@ class Model:
             wanted,
         )
         by_tap = dict(zip(wanted, states, strict=True))
-        return x, [by_tap[t] for t in taps]
+        return x[:count], [by_tap[t][:count] for t in taps]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] before the final norm -> [N, vocab], in the model's dtype."""
-        return linear(rms_norm(hidden, self.norm), self.head)
+        count = len(hidden)
+        spare = cheaper_rows(count, self.head) - count
+        if spare:
+            hidden = F.pad(hidden, (0, 0, 0, spare))
+        return linear(rms_norm(hidden, self.norm), self.head)[:count]
 
 
 def build(config: ModelConfig, get: Callable[[str], Tensor]) -> Model:

@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension of x [N, size]."""
     size = x.size(-1)
-    if x.size(0) <= 16 and x.dtype != torch.float32:
+    if x.size(0) <= 48 and x.dtype != torch.float32:
         # [x, -x] has mean 0 and variance mean(x^2): its layer norm is x's RMS norm, in half the
         # time, because torch has a fused CPU kernel for layer norm only. More rows gain nothing.
         both = torch.cat([x, -x], -1)
@@ -73,7 +73,8 @@ def run_layers(
 
     `x` [N, hidden] embeddings; `cos`, `sin` [N, 1, head_dim]. Layer i's keys and values go to
     `storage[i]` [slots, 2 * kv, head_dim] at `slots` int64 [N] and are attended to as
-    `plans[plan_of[i]]` says. Tap 0 is `x`, tap i + 1 the output of layer i; ascending order.
+    `plans[plan_of[i]]` says. Tap 0 is `x`, tap i + 1 the output of layer i; ascending order. There
+    may be fewer slots than rows: the rows behind them only fill up the products.
     """
     states: list[Tensor] = []
     if 0 in taps:
@@ -90,7 +91,7 @@ def run_layers(
             qk.copy_(torch.rms_norm(qk, [dim], None, layer.attention_norm.eps) * weights)
         if layer.rope:
             rotate_(qk, cos, sin)
-        storage[i].index_copy_(0, slots, heads[:, queries:])
+        storage[i].index_copy_(0, slots, heads[: slots.size(0), queries:])
         attended = attend_all(heads, storage[i], plans[plan_of[i]], kv)
         x = linear_add(attended, layer.out, x)
         gate_up = linear(rms_norm(x, layer.mlp_norm), layer.gate_up)

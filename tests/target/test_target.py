@@ -7,6 +7,8 @@ import torch
 
 from slipstream.cache.pages import PageTable
 from slipstream.errors import InvalidConfig, ModelError
+from slipstream.models import dense, linear
+from slipstream.models.linear import Linear
 from slipstream.models.loading import LoadedModel
 from slipstream.models.tiny import tiny_model
 from slipstream.target.batch import arrange, place
@@ -101,6 +103,33 @@ def test_sixteen_rows_at_equal_strides(loaded: LoadedModel) -> None:
             lengths[4] = lengths[9] = 0  # holes in the lattice
         logits.append(rows.step(lengths))
     check_against_fresh(rows, loaded, logits)
+
+
+@pytest.mark.parametrize("draft", [0, 1, 3])
+def test_rows_that_only_fill_up_products_change_nothing(
+    loaded: LoadedModel, draft: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """17 to 32 rows are run as 33 where oneDNN is faster so; here every forward is."""
+    monkeypatch.setattr(dense, "cheaper_rows", lambda rows, weight: max(33, rows))
+    rows = Rows(Target(loaded, num_pages=16 * 32, page_size=4, taps=(0, 2)), texts(16, 40))
+    logits = [rows.step([3 + i % 5 for i in range(16)])]
+    for _ in range(3):
+        logits.append(rows.step([1] * 16, drafts=[[7] * (draft * (i % 3)) for i in range(16)]))
+    check_against_fresh(rows, loaded, logits)
+    out = rows.target.forward([ForwardRow([5, 6], 0, rows.tables[0].pages, 1)])
+    assert out.features is not None
+    assert out.features.shape[:2] == (2, 2)
+    assert out.logits.shape[0] == 1
+
+
+def test_the_rows_that_are_cheaper_on_tile_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = Linear(torch.empty(0), None, packed=True)
+    monkeypatch.setattr(linear, "_has_tiles", lambda: True)
+    found = [linear.cheaper_rows(rows, packed) for rows in (1, 16, 17, 32, 33, 34, 512)]
+    assert found == [1, 16, 33, 33, 33, 34, 512]
+    assert linear.cheaper_rows(20, Linear(torch.empty(0), None, packed=False)) == 20
+    monkeypatch.setattr(linear, "_has_tiles", lambda: False)
+    assert linear.cheaper_rows(20, packed) == 20
 
 
 def test_scattered_pages_are_gathered(loaded: LoadedModel) -> None:
