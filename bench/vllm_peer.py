@@ -93,7 +93,8 @@ def measure(llm: "LLM", users: int, vocabulary: int, args: argparse.Namespace) -
     rng = np.random.default_rng(users)
     rows = []
     for _ in range(args.warmups + args.repeats):
-        ids = rng.integers(0, vocabulary, (users, args.context))
+        # Half way between the two lengths a request has `context` tokens.
+        ids = rng.integers(0, vocabulary, (users, args.context - (args.short + args.tokens) // 2))
         prompts: Prompts = [{"prompt_token_ids": row.tolist()} for row in ids]
         short = generate(llm, prompts, args.short, args.stats)
         long = generate(llm, prompts, args.tokens, args.stats)
@@ -145,6 +146,8 @@ def arguments() -> argparse.Namespace:
         args.acceptance = 4.0 if args.acceptance is None else args.acceptance
     if args.tokens <= args.short or args.repeats < 1:
         parser.error("--tokens must exceed --short, and --repeats be at least 1")
+    if args.context <= args.tokens:
+        parser.error("--context must exceed --tokens")
     return args
 
 

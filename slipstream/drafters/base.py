@@ -58,6 +58,6 @@ class DeviceForm(Protocol):
 class OnDevice(Protocol):
     """A drafter that can draft where the tokens are, without the host. Its drafts are one-hot."""
 
-    def on_device(self) -> DeviceForm:
-        """Its form there."""
+    def on_device(self) -> DeviceForm | None:
+        """Its form there; None where its options need the host."""
         ...

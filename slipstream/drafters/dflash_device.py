@@ -37,13 +37,14 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
 @dataclass(frozen=True, slots=True)
 class DFlashWeights:
     """`model`: the draft layers with the target's embedding and head. `fc` [hidden, taps * hidden],
-    `norm` [hidden]; `kv` [layer]: its key and value rows of the merged projection.
+    `norm` [hidden]; `kv`: the key and value rows of all layers' projections, one product for all
+    layers because all read the same context.
     """
 
     model: Model
     fc: Linear
     norm: Tensor
-    kv: tuple[Linear, ...]
+    kv: Linear
     taps: tuple[int, ...]
 
 
@@ -56,14 +57,9 @@ def random_weights(target: Model, *, layers: int, taps: int, seed: int) -> DFlas
         hidden, taps * hidden, dtype=target.dtype, device=target.device, generator=generator
     )
     queries = config.num_heads * config.head_dim
-    kv = tuple(
-        Linear(
-            layer.qkv.weight[queries:],
-            layer.qkv.bias[queries:] if layer.qkv.bias is not None else None,
-            False,
-        )
-        for layer in model.layers
-    )
+    weight = torch.cat([layer.qkv.weight[queries:] for layer in model.layers])
+    biases = [layer.qkv.bias[queries:] for layer in model.layers if layer.qkv.bias is not None]
+    kv = Linear(weight, torch.cat(biases) if biases else None, False)
     norm = torch.ones(hidden, dtype=target.dtype, device=target.device)
     count = target.config.num_layers
     return DFlashWeights(model, Linear(fc * 0.01, None, False), norm, kv, default_taps(count, taps))
@@ -105,10 +101,11 @@ class DFlashPass:
         fused = product(features, w.fc.weight, w.fc.bias)
         context = rms_norm(fused, w.norm, config.norm_eps)
         tables = w.model.rope.tables(config.max_context)
-        for layer, kv, storage in zip(w.model.layers, w.kv, self._storage, strict=True):
+        fresh = product(context, w.kv.weight, w.kv.bias).chunk(len(w.model.layers), 1)
+        for layer, kv, storage in zip(w.model.layers, fresh, self._storage, strict=True):
             norms = layer.qk_norm
             rotate_and_store(
-                product(context, kv.weight, kv.bias),
+                kv,
                 tables,
                 norms=norms[config.num_heads :] if norms is not None else None,
                 eps=layer.attention_norm.eps,

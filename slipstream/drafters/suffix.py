@@ -110,6 +110,23 @@ class SuffixDrafter:
         if self._keep is not None:
             self._finished = FinishedTexts(self._keep, reach=self._reach)
 
+    def on_device(self) -> SuffixDrafter | None:
+        """The same rule over token tables on an accelerator; finished texts stay on the host."""
+        return self if self._keep is None else None
+
+    def sized(self, rows: int, device: Any) -> Any:
+        """Its launches for so many rows: a `drafters.suffix_device.DeviceSuffix`."""
+        from slipstream.drafters.suffix_device import DeviceSuffix
+
+        return DeviceSuffix(
+            rows,
+            self.max_draft_len,
+            min_prob=self._rules.min_prob,
+            factor=self._rules.factor,
+            depth=self._rules.depth,
+            device=device,
+        )
+
     def _propose(self, row: Row, width: int) -> Sequence[int]:
         automaton = self._own[row.request_id][1]
         best = walk(automaton, automaton.current, width, ends=1, rules=self._rules)

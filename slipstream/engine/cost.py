@@ -34,7 +34,7 @@ from slipstream.target.target import Target
 from slipstream.types import SamplingParams
 
 PAGE_SIZE = 64
-WARM_STEPS, STEPS, REPLAYS = 12, 60, 30
+WARM_STEPS, STEPS, REPLAYS = 12, 40, 30
 _DFLASH = re.compile(r"dflash:(\d+)(?:,layers=(\d+))?$")
 
 
@@ -65,8 +65,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What to measure. `acceptance`: mean tokens a row-step, as in tokens per step; None keeps what
-    the random model accepts.
+    """What to measure. `context`: tokens a row has half way through the measured steps.
+    `acceptance`: mean tokens a row-step, as in tokens per step; None keeps what the random model
+    accepts (and takes it to be 1 where it plans the context).
     """
 
     drafter: str
@@ -205,8 +206,9 @@ def _run(engine: Engine, case: Case) -> tuple[tuple[list[float], list[float]], f
     vocab = engine.vocabulary.size
     most = _answer_tokens(engine.drafter.max_draft_len)
     params = SamplingParams(max_tokens=most, ignore_eos=True)
+    lead = round((WARM_STEPS + STEPS / 2) * (case.acceptance or 1))
     for _ in range(case.users):
-        engine.submit(rng.integers(0, vocab, case.context).tolist(), params)
+        engine.submit(rng.integers(0, vocab, max(1, case.context - lead)).tolist(), params)
     rows = engine.rows
     device: list[float] = []
     host: list[float] = []

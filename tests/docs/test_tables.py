@@ -1,5 +1,6 @@
 """Tables in README and docs are what the ledgers in bench/results say."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from slipstream.lab.readme_table import stale
+from slipstream.lab.results import CellResult, GridResult
+from slipstream.lab.results_json import load_result
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,3 +23,47 @@ def test_tables_are_generated_from_ledgers():
 def test_pages_are_generated_from_bench_results(bench):
     done = subprocess.run([sys.executable, ROOT / "bench" / f"{bench}.py", "--check"])
     assert done.returncode == 0, f"run: python bench/{bench}.py"
+
+
+# --- longer runs --------------------------------------------------------------------------------
+
+
+def longer(name: str) -> GridResult:
+    return load_result(ROOT / "bench/results" / name / "result.json")
+
+
+def cell(result: GridResult, label: str, arm: str) -> CellResult:
+    traffic, users, sampling = re.fullmatch(r"(\w+) x (\d+) (\w+)", label).groups()
+    wanted = (traffic, int(users), sampling, arm)
+    (found,) = [c for c in result.cells if (c.traffic, c.users, c.sampling, c.arm) == wanted]
+    return found
+
+
+def test_longer_runs_are_quoted_as_measured():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    runs = re.findall(r"`(spec_\w+)` \([^)]*\) says ([^;]*?\])[;.]", text)
+    assert {name for name, _ in runs} == {"spec_users_fresh", "spec_doc"}
+    for name, said in runs:
+        quoted = re.findall(r"(\w+ x \d+ \w+) ([\d.]+)x \[([\d.]+), ([\d.]+)\]", said)
+        assert quoted
+        for label, *numbers in quoted:
+            speedup = cell(longer(name), label, "ngram:3").speedup
+            assert [f"{x:.2f}" for x in (speedup.value, speedup.low, speedup.high)] == numbers
+
+
+def test_lookup_never_loses():
+    """The bar: the interval's lower end is at least 0.97 in every cell, in its longest run."""
+    longest = {
+        "chat x 1 sampled": "spec_quick",
+        "edit x 1 greedy": "spec_quick",
+        "edit x 1 sampled": "spec_quick",
+        "chat x 16 sampled": "spec_users_fresh",
+        "code x 16 greedy": "spec_users_fresh",
+        "code x 16 sampled": "spec_users_fresh",
+        "doc x 1 sampled": "spec_doc",
+    }
+    cells = longer("spec_quick").cells
+    assert {f"{c.traffic} x {c.users} {c.sampling}" for c in cells} == set(longest)
+    for label, name in longest.items():
+        for arm in ("ngram:3", "ngram:8"):
+            assert cell(longer(name), label, arm).speedup.low >= 0.97, (label, arm)

@@ -12,6 +12,7 @@ from slipstream.models.cuda.attention import Tiles, attend, scratch_for
 from slipstream.models.cuda.linear import Tile, linear, linear_gated, linear_norm
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
+from slipstream.models.cuda.wide import Cut, partial_products
 
 
 def close(found, expected, tolerance):
@@ -42,6 +43,21 @@ def test_linear(rows, columns, inner, dressed):
     if dressed:
         expected = expected + bias.double() + residual.double()
     close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+@pytest.mark.parametrize("rows", [17, 64])
+def test_parts_of_a_product_add_up_in_the_norm(rows, split):
+    x, weight = randn(rows, 160, dtype=torch.float32), randn(48, 160, dtype=torch.float32, seed=1)
+    stream, norm = randn(rows, 48, dtype=torch.float32, seed=2), randn(48, dtype=torch.float32)
+    parts = partial_products(x, weight, Cut(32, 32, split, 4, 2))
+    assert parts.shape == (split, rows, 48)
+    product = x.double() @ weight.double().t()
+    close(parts.sum(0), product, 1e-6)
+    found = add_norm(stream, parts, norm, 1e-5)
+    total = stream.double() + product
+    close(found.x, total, 1e-6)
+    close(found.scaled, total / rms(total) * norm.double(), 1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16])
@@ -156,7 +172,7 @@ def reference(qkv, storage, rows, *, kv, page_size, causal, window, sinks):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("splits", [1, 2, 8, 16])
 @pytest.mark.parametrize("kind", ["verify", "prompt", "window", "sinks", "block"])
 def test_attention_over_ragged_batches(seed, splits, kind):
     rng = np.random.default_rng(seed)
@@ -206,5 +222,6 @@ def test_attention_over_ragged_batches(seed, splits, kind):
         "sinks": randn(heads, dtype=torch.float32, seed=9) if kind == "sinks" else None,
     }
     out = attend(qkv, storage, layout, scratch=scratch, page_size=page_size, **options)
+    assert not scratch.tickets.any()  # ready for the next launch
     expected = reference(qkv, storage, rows, kv=kv, page_size=page_size, **options)
     close(out, expected, 1e-5)

@@ -3,7 +3,8 @@
 A program owns one KV head of one *tile* (up to BLOCK_M (token, query head) pairs of one row) and
 one *split* of the row's positions. A group's query heads sit in one tile, so each key is read once
 a group. Splits fill the chip where rows are few and contexts long (flash-decoding, Dao et al.
-2023); a second kernel merges them. Query heads are ordered (group, kv_head), as everywhere here.
+2023). Few splits are merged by the last program to finish, many by a second kernel. Query heads are
+ordered (group, kv_head), as everywhere here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from slipstream.models.cuda.launch import overlap, wait
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
+_FEW_SPLITS = 8
+"""So many partial results are merged by one program as fast as a launch takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +47,13 @@ class Tiles:
 @dataclass(frozen=True, slots=True)
 class Scratch:
     """Partial results of the splits: `out` float32 [tiles, kv, splits, block, dim], `sums` float32
-    [tiles, kv, splits, block, 2] (highest score, total weight).
+    [tiles, kv, splits, block, 2] (highest score, total weight). `tickets` int32 [tiles, kv]: splits
+    that have finished; zero between launches.
     """
 
     out: Tensor
     sums: Tensor
+    tickets: Tensor
 
 
 @triton.jit(do_not_specialize=["pages_width"])  # one compilation for all table sizes
@@ -58,6 +63,7 @@ def _attend_kernel(
     out,
     part_out,
     part_sums,
+    tickets,
     sinks,
     tile_row,
     tile_first,
@@ -76,6 +82,7 @@ def _attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_T: tl.constexpr,
     SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
@@ -141,7 +148,25 @@ def _attend_kernel(
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(values.dtype), values, acc, input_precision=PRECISION)
         peak = higher
-    if SPLITS == 1:
+    last = True
+    if SPLITS > 1:
+        first_cell = (tile.to(tl.int64) * kv + head) * SPLITS * BLOCK_M + lane
+        cell = first_cell + split * BLOCK_M
+        tl.store(part_sums + cell * 2, peak)
+        tl.store(part_sums + cell * 2 + 1, total)
+        if low < high:
+            tl.store(part_out + cell[:, None] * DIM + dim[None, :], acc)
+        last = False
+        if MERGED:
+            tl.debug_barrier()  # the whole program has stored before its ticket is taken
+            ticket = tickets + tile * kv + head
+            last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+            if last:
+                tl.store(ticket, 0)
+                peak, total, acc = _merged(
+                    part_out, part_sums, first_cell, alive, BLOCK_M, DIM, SPLITS
+                )
+    if last:
         if SINKS:
             sink = (
                 tl.load(sinks + query_head, mask=alive, other=0.0).to(tl.float32)
@@ -153,12 +178,36 @@ def _attend_kernel(
         mean = acc / tl.where(total > 0, total, 1.0)[:, None]
         target = out + flat[:, None] * queries * DIM + query_head[:, None] * DIM + dim[None, :]
         tl.store(target, mean.to(out.dtype.element_ty), mask=alive[:, None])
-    else:
-        cell = ((tile.to(tl.int64) * kv + head) * SPLITS + split) * BLOCK_M + lane
-        tl.store(part_sums + cell * 2, peak)
-        tl.store(part_sums + cell * 2 + 1, total)
-        if low < high:
-            tl.store(part_out + cell[:, None] * DIM + dim[None, :], acc)
+
+
+@triton.jit
+def _merged(
+    part_out,
+    part_sums,
+    first_cell,
+    alive,
+    BLOCK_M: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Highest score, total weight and weighted sum over all splits of a tile's head."""
+    dim = tl.arange(0, DIM)
+    peak = tl.full((BLOCK_M,), -1.0e30, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, DIM), tl.float32)
+    for split in tl.static_range(SPLITS):
+        cell = first_cell + split * BLOCK_M
+        own = tl.load(part_sums + cell * 2, mask=alive, other=-1.0e30)
+        weight = tl.load(part_sums + cell * 2 + 1, mask=alive, other=0.0)
+        part = tl.load(
+            part_out + cell[:, None] * DIM + dim[None, :], mask=(weight > 0)[:, None], other=0.0
+        )
+        higher = tl.maximum(peak, own)
+        old, new = tl.exp2(peak - higher), tl.exp2(own - higher)
+        total = total * old + weight * new
+        acc = acc * old[:, None] + part * new[:, None]
+        peak = higher
+    return peak, total, acc
 
 
 @triton.jit
@@ -222,11 +271,12 @@ class Reading:
 
     positions: int
     stages: int
+    warps: int = 4
 
 
 def reading_for(splits: int) -> Reading:
     """Measured on one NVIDIA H200 (docs/gpu.md): many programs take small bites, few large ones."""
-    return Reading(32, 5) if splits <= 4 else Reading(64, 2)
+    return Reading(32, 5, 2) if splits <= 4 else Reading(64, 2)
 
 
 def block_rows(tokens: int, group: int) -> int:
@@ -242,6 +292,7 @@ def scratch_for(
     return Scratch(
         torch.empty((*shape, dim), dtype=torch.float32, device=device),
         torch.empty((*shape, 2), dtype=torch.float32, device=device),
+        torch.zeros(tiles, kv, dtype=torch.int32, device=device),
     )
 
 
@@ -276,6 +327,7 @@ def attend(
         out,
         scratch.out,
         scratch.sums,
+        scratch.tickets,
         sinks if sinks is not None else qkv,
         tiles.row,
         tiles.first,
@@ -294,15 +346,16 @@ def attend(
         BLOCK_M=block,
         BLOCK_T=shape.positions,
         SPLITS=tiles.splits,
+        MERGED=tiles.splits <= _FEW_SPLITS,
         CAUSAL=causal,
         WINDOWED=window is not None,
         SINKS=sinks is not None,
         PRECISION="ieee" if single else "tf32",
-        num_warps=8 if block >= 128 else 4,
+        num_warps=8 if block >= 128 else shape.warps if block <= 32 else 4,
         num_stages=shape.stages,
         **overlap(qkv),
     )
-    if tiles.splits > 1:
+    if tiles.splits > _FEW_SPLITS:
         _merge(scratch, tiles, out, kv=kv, group=group, sinks=sinks)
     return out
 

@@ -13,6 +13,7 @@ from slipstream.models.cuda.attention import Scratch, Tiles, attend
 from slipstream.models.cuda.linear import FEW_ROWS, Normed, linear, linear_gated, linear_norm
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
+from slipstream.models.cuda.wide import cut_for, partial_products
 from slipstream.models.dense import Model
 from slipstream.models.layers import Layer, Norm
 from slipstream.models.linear import Linear
@@ -109,7 +110,9 @@ def _joined(x: Tensor, w: Linear, stream: Normed, norm: Norm) -> Normed:
     """The stream with the product of x added, ready for `norm`."""
     if few(x):
         return linear_norm(x, w.weight, w.bias, stream.x, norm.weight)
-    return add_norm(stream.x, F.linear(x, w.weight, w.bias), norm.weight, norm.eps)
+    cut = cut_for(x, w.weight) if w.bias is None else None
+    delta = partial_products(x, w.weight, cut) if cut else F.linear(x, w.weight, w.bias)
+    return add_norm(stream.x, delta, norm.weight, norm.eps)
 
 
 def _gated(stream: Normed, layer: Layer) -> Tensor:

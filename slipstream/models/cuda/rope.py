@@ -22,6 +22,7 @@ def _rope_kernel(
     storage,
     bias,
     squares,
+    stride,
     queries,
     kv,
     parts,
@@ -42,7 +43,7 @@ def _rope_kernel(
     half = tl.arange(0, DIM // 2)
     slot = tl.load(slots + token).to(tl.int64)
     turned, real = head < queries + kv, head < queries + 2 * kv
-    base = qkv + token * (queries + 2 * kv) * DIM + head[:, None] * DIM + half[None, :]
+    base = qkv + token * stride + head[:, None] * DIM + half[None, :]
     low = tl.load(base, mask=real[:, None], other=0.0)
     high = tl.load(base + DIM // 2, mask=real[:, None], other=0.0)
     a, b = low.to(tl.float32), high.to(tl.float32)
@@ -94,11 +95,11 @@ def rotate_and_store(
 ) -> None:
     """Finish one layer's projections in place: queries in `qkv`, keys and values in `storage`.
 
-    `qkv` [tokens, (queries + 2 * kv) * dim]; `tables` cos and signed sin, [positions, dim] each
-    (see `models.rope`), None for layers without rotation; `norms` [queries + kv, dim] or None;
-    `positions`, `slots` int32 [tokens], a token of slot -1 is not stored; `storage` [slots, 2 * kv,
-    dim]. `source`: what `qkv` is a product of, if its 1 / rms is still due; it is applied here,
-    and then `bias` [qkv's width] is added.
+    `qkv` [tokens, (queries + 2 * kv) * dim], whose rows may lie apart; `tables` cos and signed sin,
+    [positions, dim] each (see `models.rope`), None for layers without rotation; `norms` [queries +
+    kv, dim] or None; `positions`, `slots` int32 [tokens], a token of slot -1 is not stored;
+    `storage` [slots, 2 * kv, dim]. `source`: what `qkv` is a product of, if its 1 / rms is still
+    due; it is applied here, and then `bias` [qkv's width] is added.
     """
     squares = source.squares if source is not None else None
     parts = squares.shape[1] if squares is not None else 1
@@ -116,6 +117,7 @@ def rotate_and_store(
         storage,
         bias if bias is not None else qkv,
         squares if squares is not None else qkv,
+        qkv.stride(0),
         heads - 2 * kv,
         kv,
         parts,
