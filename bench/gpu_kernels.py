@@ -117,7 +117,7 @@ def contexts(users: int, width: int, context: int, top: float) -> None:
             continue
         for block, stages in ((64, 2), (64, 3), (64, 4), (32, 4), (32, 5)):
             reading = Reading(block, stages)
-            attention.reading_for = lambda _, reading=reading: reading
+            attention.reading_for = lambda *_, reading=reading: reading
             tiles = Tiles(
                 row=ints(list(range(users))), first=ints([0] * users),
                 start=ints([context] * users), length=ints([width] * users),

@@ -9,7 +9,7 @@ ordered (group, kv_head), as everywhere here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -267,16 +267,17 @@ def _merge_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Positions a program reads at once, and how many such reads are in flight."""
+    """Positions a program reads at once, how many such reads are in flight, and its warps."""
 
     positions: int
     stages: int
     warps: int = 4
 
 
-def reading_for(splits: int) -> Reading:
+def reading_for(splits: int, block: int) -> Reading:
     """Measured on one NVIDIA H200 (docs/gpu.md): many programs take small bites, few large ones."""
-    return Reading(32, 5, 2) if splits <= 4 else Reading(64, 2)
+    shape = Reading(32, 5, 2) if splits <= 4 else Reading(64, 2)
+    return shape if block <= 32 else replace(shape, warps=8 if block >= 128 else 4)
 
 
 def block_rows(tokens: int, group: int) -> int:
@@ -316,18 +317,15 @@ def attend(
     """
     kv, dim = storage.shape[1] // 2, storage.shape[2]
     queries = qkv.shape[1] // dim - 2 * kv
-    group = queries // kv
+    group, single = queries // kv, qkv.dtype == torch.float32
     block = block_rows(tiles.tokens, group)
     out = qkv.new_empty(len(qkv), queries * dim)
-    single = qkv.dtype == torch.float32
-    shape = Reading(32, 2) if single else reading_for(tiles.splits)
+    shape = Reading(32, 2) if single else reading_for(tiles.splits, block)
     _attend_kernel[(tiles.row.shape[0], kv, tiles.splits)](
         qkv,
         storage,
         out,
-        scratch.out,
-        scratch.sums,
-        scratch.tickets,
+        *(scratch.out, scratch.sums, scratch.tickets),
         sinks if sinks is not None else qkv,
         tiles.row,
         tiles.first,
@@ -351,7 +349,7 @@ def attend(
         WINDOWED=window is not None,
         SINKS=sinks is not None,
         PRECISION="ieee" if single else "tf32",
-        num_warps=8 if block >= 128 else shape.warps if block <= 32 else 4,
+        num_warps=shape.warps,
         num_stages=shape.stages,
         **overlap(qkv),
     )
