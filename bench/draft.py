@@ -81,7 +81,7 @@ def time_drafters(lengths: Sequence[int], steps: int = 300, per_step: int = 4) -
             for length in lengths:
                 drafter, row = build(spec, context=CONTEXT), Row(text[:length], prompt_len=length)
                 start = time.perf_counter()
-                drafter.open([row], None)
+                drafter.open([row])
                 arms.append((drafter, row, time.perf_counter() - start, []))
             for _ in range(steps):
                 for drafter, row, _, seconds in arms:
@@ -90,7 +90,7 @@ def time_drafters(lengths: Sequence[int], steps: int = 300, per_step: int = 4) -
                     drafted = time.perf_counter()
                     row.tokens += text[len(row.tokens) : len(row.tokens) + per_step]
                     resumed = time.perf_counter()
-                    drafter.advance([row], VERDICT, None)
+                    drafter.advance([row], VERDICT)
                     seconds.append(drafted - start + time.perf_counter() - resumed)
             first = np.median(arms[0][3])
             for length, (_, _, opened, seconds) in zip(lengths, arms, strict=True):
@@ -108,7 +108,7 @@ def replay(spec: str, texts: Sequence[Sequence[int]]) -> list[StepRecord]:
     drafter, records = build(spec, context=CONTEXT), []
     for i, text in enumerate(texts):
         row = Row(list(text[:PROMPT]), request_id=i, prompt_len=PROMPT)
-        drafter.open([row], None)
+        drafter.open([row])
         while len(row.tokens) < len(text):
             depth = len(row.tokens)
             plan = np.array([min(drafter.max_draft_len, len(text) - depth - 1)])
@@ -117,7 +117,7 @@ def replay(spec: str, texts: Sequence[Sequence[int]]) -> list[StepRecord]:
             held = [a == b for a, b in zip(drafted, truth, strict=True)]
             kept = held.index(False) if False in held else len(held)
             row.tokens += text[depth : depth + kept + 1]
-            drafter.advance([row], VERDICT, None)
+            drafter.advance([row], VERDICT)
             records.append(StepRecord(0, i, False, depth, len(drafted), kept, kept + 1, 1, 0, FREE))
         drafter.close([i])
     return records

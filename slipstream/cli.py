@@ -48,7 +48,7 @@ def generate(
         "smollm2-135m"
     ),
     drafter: Annotated[
-        str, typer.Option(help="none, ngram:3, suffix, draft_model:PATH:4.")
+        str, typer.Option(help="none, ngram:3, suffix, draft_model:PATH:4, dflash:PATH:7.")
     ] = "none",
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -220,6 +220,46 @@ def cost(
         dtype=dtype,
         out=out,
     )
+
+
+@app.command(epilog="Example: `slipstream train dflash --prompts prompts.jsonl --out my_drafter`")
+def train(
+    recipe: Annotated[str, typer.Argument(help="dflash.")],
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoint; a stopped run resumes.")],
+    target: Annotated[str, typer.Option(help="Model to draft for.")] = "smollm2-135m",
+    prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the target's own.")] = None,
+    count: Annotated[int, typer.Option(help="Prompts the target makes up itself.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of the answers; 0 is greedy.")] = 0.0,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
+    layers: Annotated[int, typer.Option(help="Draft layers.")] = 1,
+    block: Annotated[int, typer.Option(help="Block size: draft tokens plus one.")] = 8,
+    taps: Annotated[int, typer.Option(help="Target layers read.")] = 3,
+    inner: Annotated[int | None, typer.Option(help="MLP width; default: the target's.")] = None,
+    d_pace: Annotated[bool, typer.Option(help="D-PACE weights instead of a fixed decay.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, data and anchors.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
+) -> None:
+    """Train a drafter on the target's own answers."""
+    from slipstream.train.dflash import Shape
+    from slipstream.train.trainer import Plan
+    from slipstream.train_command import Order, run_train
+
+    order = Order(
+        recipe=recipe,
+        target=target,
+        out=out,
+        prompts=prompts,
+        count=count,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        device=device,
+        drafter="ngram:3",
+    )
+    shape = Shape(layers=layers, intermediate_size=inner, block_size=block, taps=taps)
+    plan = Plan(steps=steps, lr=lr, d_pace=d_pace, seed=seed)
+    run_train(order, shape, plan, say=typer.echo)
 
 
 @app.command(epilog="Example: `slipstream doctor`")

@@ -272,6 +272,7 @@ class Row(Protocol):
     `tokens` is prompt + output, all committed; the last one is the anchor (not yet in the target's
     cache). `prompt_len` splits it. `seed` keys the uniforms. `sampler` is the row's
     `sampling.RowSampler` (penalty counts, grammar position, ...), kept in step by the engine.
+    `pages` is its page table in the target's cache.
     """
 
     request_id: int
@@ -280,6 +281,24 @@ class Row(Protocol):
     params: SamplingParams
     seed: int
     sampler: Any
+
+    @property
+    def pages(self) -> Sequence[int]:
+        """Pages of the target's cache, in order of position."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Features of committed tokens that a forward has just put into the target's cache.
+
+    They are `row.tokens[start : start + len(features)]`; `features` [tokens, taps, hidden], taps in
+    the order of the drafter's `needs`.
+    """
+
+    row: Row
+    start: int
+    features: Any
 
 
 class Controller(Protocol):

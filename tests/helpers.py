@@ -45,7 +45,7 @@ class ScriptedDrafter:
         self.verdicts: list[Verdict] = []
         self.calls: list[tuple[str, tuple[int, ...]]] = []
 
-    def open(self, rows: Sequence[Row], features: Any | None) -> None:
+    def open(self, rows: Sequence[Row]) -> None:
         self._log("open", [r.request_id for r in rows])
 
     def draft(self, rows: Sequence[Row], draft_lens: IntArray) -> Draft:
@@ -54,7 +54,7 @@ class ScriptedDrafter:
             return draft
         return Draft(draft.tokens, draft.lens, self.law(rows, draft))
 
-    def advance(self, rows: Sequence[Row], verdict: Verdict, features: Any | None) -> None:
+    def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
         self._log("advance", [r.request_id for r in rows])
         self.verdicts.append(verdict)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from slipstream.types import Draft, IntArray, Row, Verdict
+from slipstream.types import Draft, IntArray, Row, Span, Verdict
 
 
 class Drafter(Protocol):
@@ -13,7 +13,8 @@ class Drafter(Protocol):
 
     State is keyed by `row.request_id`, so that a slot reused by another request starts empty. Two
     more things help on an accelerator and may be left out: `one_hot = True` says that the law of
-    every draft is `OneHot`, and `OnDevice` below.
+    every draft is `OneHot`, and `OnDevice` below. Who `needs` features is `TakesFeatures`. Who uses
+    the row's pages past the drafts (`reach` positions from the anchor's on) says so too.
     """
 
     name: str
@@ -25,7 +26,7 @@ class Drafter(Protocol):
     needs: tuple[int, ...]
     """Target layer outputs wanted as features (`hs[i]` indices); empty where none are."""
 
-    def open(self, rows: Sequence[Row], features: Any | None) -> None:
+    def open(self, rows: Sequence[Row]) -> None:
         """Rows whose prompt is in the target's cache; `row.tokens` already ends in the anchor."""
         ...
 
@@ -33,7 +34,7 @@ class Drafter(Protocol):
         """Up to `draft_lens[i]` tokens continuing `rows[i].tokens`; fewer or none is an answer."""
         ...
 
-    def advance(self, rows: Sequence[Row], verdict: Verdict, features: Any | None) -> None:
+    def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
         """After a step: `row.tokens` has the committed tokens. Finished rows are closed instead."""
         ...
 
@@ -51,6 +52,20 @@ class DeviceForm(Protocol):
 
     def sized(self, rows: int, device: Any) -> Any | None:
         """What `target.graphs` enqueues for so many rows; None where nothing is to be drafted."""
+        ...
+
+
+@runtime_checkable
+class TakesFeatures(Protocol):
+    """A drafter with `needs`: it is shown the features of every committed token.
+
+    A prompt's come chunk by chunk, before the row is opened. Pages of the target's cache may be
+    taken over by other requests with the same tokens, so what is kept of a span belongs to pages,
+    not to requests; a preempted request's features come again.
+    """
+
+    def absorb(self, spans: Sequence[Span]) -> None:
+        """After a forward and before `advance` and `open`, also for rows that finished with it."""
         ...
 
 

@@ -11,20 +11,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.cache.pages import PageTable
+from slipstream.drafters.lanes import Lane, choose, law_for, pack_lanes
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.errors import ModelError
 from slipstream.models.loading import LoadedModel, load
-from slipstream.sampling.accept import invert_cdf
-from slipstream.sampling.probs import argmax, process_logits, shape_probs
-from slipstream.sampling.uniforms import Purpose, Uniforms
 from slipstream.target.target import ForwardRow, Target
 from slipstream.types import Dense, Draft, IntArray, OneHot, Row, Verdict
 
@@ -55,15 +51,11 @@ class _Memory:
         self.agreed = min(self.agreed, len(tokens) - 1)
 
 
-@dataclass(slots=True)
-class _Lane:
-    """One row of the draft being made: `index` in the batch, at most `width` tokens, `chosen`."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Lane(Lane):
+    """A row of the draft and what the draft model's cache holds of it."""
 
-    index: int
-    row: Row
     memory: _Memory
-    width: int
-    chosen: list[int] = field(default_factory=list)
 
     @property
     def pending(self) -> list[int]:
@@ -95,10 +87,9 @@ class DraftModelDrafter:
         self._prefix_cache = prefix_cache
         self.model = model
         self._vocab_size = vocab_size
-        self._uniforms = Uniforms()
         self._memories: dict[int, _Memory] = {}
 
-    def open(self, rows: Sequence[Row], features: Any | None) -> None:
+    def open(self, rows: Sequence[Row]) -> None:
         """Adopt known prefixes; the rest of the prompt is computed when a draft is asked for."""
         for row in rows:
             expected = len(row.tokens) + row.params.max_tokens + self.max_draft_len
@@ -120,9 +111,9 @@ class DraftModelDrafter:
         with torch.inference_mode():
             ready, logits = self._catch_up(lanes)
             law = self._extend(ready, logits, rows=len(rows))
-        return _pack(ready, law, rows=len(rows))
+        return pack_lanes(ready, law, rows=len(rows))
 
-    def advance(self, rows: Sequence[Row], verdict: Verdict, features: Any | None) -> None:
+    def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
         """Nothing yet: the next draft compares its guesses with what was committed."""
 
     def close(self, request_ids: Sequence[int]) -> None:
@@ -142,7 +133,7 @@ class DraftModelDrafter:
         memory.settle(row.tokens)
         # The last draft token is never computed, so its position need not exist.
         width = min(width, self.model.config.max_context - len(row.tokens) + 1)
-        lane = _Lane(index, row, memory, width)
+        lane = _Lane(index=index, row=row, memory=memory, width=width)
         if width < 1 or max(lane.pending) >= self.model.config.vocab_size:
             return None
         return lane if memory.table.reserve(len(row.tokens) + width - 1) else None
@@ -169,12 +160,9 @@ class DraftModelDrafter:
 
     def _extend(self, lanes: list[_Lane], logits: Tensor, *, rows: int) -> OneHot | Dense:
         """Choose a token for each lane, feed it, and go on while lanes want more."""
-        width = max((lane.width for lane in lanes), default=0)
-        law: OneHot | Dense = OneHot()
-        if not all(lane.row.params.greedy for lane in lanes):
-            law = Dense(torch.empty(rows, width, self._vocab_size, device=logits.device))
+        law = law_for(lanes, rows=rows, vocab=self._vocab_size, device=logits.device)
         while lanes:
-            lanes = self._choose(lanes, logits, law)
+            lanes = choose(lanes, _fit(logits, self._vocab_size), law)
             lanes = [lane for lane in lanes if len(lane.chosen) < lane.width]
             if lanes:
                 logits = self.model.forward([self._next(lane) for lane in lanes]).logits
@@ -185,49 +173,11 @@ class DraftModelDrafter:
         lane.memory.guessed.append(token)
         return ForwardRow([token], at, lane.memory.table.pages, 1)
 
-    def _choose(self, lanes: list[_Lane], logits: Tensor, law: OneHot | Dense) -> list[_Lane]:
-        """Append one token to each lane; lanes without a finite score end here."""
-        scores = process_logits(
-            _fit(logits.float(), self._vocab_size),
-            [lane.row.sampler for lane in lanes],
-            [lane.chosen for lane in lanes],
-        )
-        tokens, peaks = argmax(scores)
-        alive = np.flatnonzero(np.isfinite(peaks))
-        if len(alive) < len(lanes):
-            lanes = [lanes[i] for i in alive]
-            scores, tokens = scores[torch.from_numpy(alive)], tokens[alive]
-        if isinstance(law, Dense) and lanes:
-            probs = shape_probs(scores, [lane.row.params for lane in lanes])
-            law.probs[[lane.index for lane in lanes], len(lanes[0].chosen)] = probs
-            tokens = self._draw(lanes, probs)
-        for lane, token in zip(lanes, tokens.tolist(), strict=True):
-            lane.chosen.append(token)
-        return lanes
-
-    def _draw(self, lanes: list[_Lane], probs: Tensor) -> IntArray:
-        seeds = np.array([lane.row.seed for lane in lanes], np.int64)
-        at = np.array([len(lane.row.tokens) + len(lane.chosen) for lane in lanes], np.int64)
-        drawn = torch.from_numpy(self._uniforms(seeds, at, Purpose.DRAFT))
-        tokens: IntArray = invert_cdf(probs, drawn).cpu().numpy()
-        return tokens
-
 
 def _fit(logits: Tensor, width: int) -> Tensor:
     """Logits as wide as the target's: families pad one vocabulary to different sizes."""
     missing = width - logits.shape[-1]
     return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
-
-
-def _pack(lanes: list[_Lane], law: OneHot | Dense, *, rows: int) -> Draft:
-    width = max((len(lane.chosen) for lane in lanes), default=0)
-    if not width:
-        return Draft.empty(rows)
-    tokens, lens = np.full((rows, width), -1, np.int64), np.zeros(rows, np.int64)
-    for lane in lanes:
-        lens[lane.index] = len(lane.chosen)
-        tokens[lane.index, : len(lane.chosen)] = lane.chosen
-    return Draft(tokens, lens, Dense(law.probs[:, :width]) if isinstance(law, Dense) else law)
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> DraftModelDrafter:

@@ -112,7 +112,7 @@ class NgramDrafter:
         self._min, self._max, self._factor = min_match, max_match, factor
         self._indexes: dict[int, NgramIndex] = {}
 
-    def open(self, rows: Sequence[Row], features: Any | None) -> None:
+    def open(self, rows: Sequence[Row]) -> None:
         """Index the prompt and anchor."""
         for row in rows:
             self._indexes[row.request_id] = NgramIndex(
@@ -129,7 +129,7 @@ class NgramDrafter:
             ]
         )
 
-    def advance(self, rows: Sequence[Row], verdict: Verdict, features: Any | None) -> None:
+    def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
         """Index the tokens committed since the last call."""
         for row in rows:
             index = self._indexes[row.request_id]

@@ -18,14 +18,14 @@ class NoneDrafter:
     def __init__(self, name: str = "none") -> None:
         self.name = name
 
-    def open(self, rows: Sequence[Row], features: Any | None) -> None:
+    def open(self, rows: Sequence[Row]) -> None:
         """Nothing to keep."""
 
     def draft(self, rows: Sequence[Row], draft_lens: IntArray) -> Draft:
         """Zero tokens for every row."""
         return Draft.empty(len(rows))
 
-    def advance(self, rows: Sequence[Row], verdict: Verdict, features: Any | None) -> None:
+    def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
         """Nothing to bring forward."""
 
     def close(self, request_ids: Sequence[int]) -> None:

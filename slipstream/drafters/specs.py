@@ -97,6 +97,12 @@ METHODS: dict[str, Method] = {
             draft_len=4,
             takes_path=True,
         ),
+        Method(
+            name="dflash",
+            factory="slipstream.drafters.dflash:create",
+            draft_len=7,
+            takes_path=True,
+        ),
     )
 }
 
@@ -135,7 +141,9 @@ class DrafterContext:
     """What a drafter may know of the engine that builds it. `vocab_size` is the target's logit
     width, `max_context` its limit in tokens, `max_users` the most rows of a batch. Drafters with
     weights also read `tokenizer` (a Hugging Face fast one), `dtype` (torch), `device` and
-    `prefix_cache` (whether prompts may reuse what other requests computed).
+    `prefix_cache` (whether prompts may reuse what other requests computed). Drafters on the
+    target's features also read `target`, its `models.loading.LoadedModel`, and the size of its
+    cache, `pages` of `page_size` positions.
     """
 
     vocab_size: int
@@ -145,6 +153,9 @@ class DrafterContext:
     dtype: Any = None
     device: str = "cpu"
     prefix_cache: bool = True
+    target: Any = None
+    pages: int = 0
+    page_size: int = 16
 
 
 def parse(spec: str) -> DrafterSpec:

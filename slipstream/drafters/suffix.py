@@ -75,7 +75,7 @@ class SuffixDrafter:
         self._finished: FinishedTexts | None = None
         self.reset()
 
-    def open(self, rows: Sequence[Row], features: Any | None) -> None:
+    def open(self, rows: Sequence[Row]) -> None:
         """Take in the prompt and anchor."""
         for row in rows:
             automaton = SuffixAutomaton(self._reach)
@@ -87,7 +87,7 @@ class SuffixDrafter:
         widths = draft_lens.clip(0, self.max_draft_len).tolist()
         return pack([self._propose(r, w) if w else () for r, w in zip(rows, widths, strict=True)])
 
-    def advance(self, rows: Sequence[Row], verdict: Verdict, features: Any | None) -> None:
+    def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
         """Take in the tokens committed since the last call."""
         for row in rows:
             automaton = self._own[row.request_id][1]

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from slipstream.cache.pages import PageTable
-from slipstream.drafters.base import Drafter
+from slipstream.drafters.base import Drafter, TakesFeatures
+from slipstream.engine.features import fed_rows, spans
 from slipstream.engine.scheduler import Batch, Scheduler
 from slipstream.engine.sequence import Sequence
 from slipstream.engine.text import NoText, TextStream, TokenText
@@ -97,6 +98,7 @@ class Engine:
         self._text_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
         self._rows: dict[int, Sequence] = {}
         self._next_id = 0
+        self._reach: int = getattr(drafter, "reach", 0)
         self._fresh_seeds = np.random.SeedSequence()
         self.steps = 0
         self.fast: FastPath | None = None
@@ -209,7 +211,7 @@ class Engine:
     def _reserve(self, batch: Batch, plan: Any) -> Any:
         for i, row in enumerate(batch.decoding):
             if plan[i]:
-                plan[i] = self.scheduler.reserve_draft(row, int(plan[i]))
+                plan[i] = self.scheduler.reserve_draft(row, int(plan[i]), reach=self._reach)
         return plan
 
     def _verify(self, batch: Batch, draft: Draft) -> ForwardOutput:
@@ -218,8 +220,7 @@ class Engine:
         for i, row in enumerate(batch.decoding):
             tokens = [row.tokens[-1], *draft.row(i)]
             rows.append(ForwardRow(tokens, row.computed, row.table.pages, len(tokens)))
-        ending = [c for c in batch.chunks if c.ends_prompt]
-        for chunk in ending + [c for c in batch.chunks if not c.ends_prompt]:
+        for chunk in batch.in_order:
             row, start = chunk.row, chunk.row.computed
             tokens = row.tokens[start : start + chunk.length]
             rows.append(ForwardRow(tokens, start, row.table.pages, int(chunk.ends_prompt)))
@@ -235,6 +236,7 @@ class Engine:
     ) -> list[StepRecord]:
         """Commit, stop, roll back caches by length, tell the drafter; one record a row."""
         ending = batch.ending
+        fed = fed_rows(batch, draft)
         for chunk in batch.chunks:
             chunk.row.computed += chunk.length
         facts = [
@@ -244,7 +246,9 @@ class Engine:
         for row in ending:
             self.scheduler.publish(row)
         clock.lap(None)
-        self._tell_drafter(batch, verdict, scores)
+        if scores.features is not None and isinstance(self.drafter, TakesFeatures):
+            self.drafter.absorb(spans(fed, scores.features))
+        self._tell_drafter(batch, verdict)
         clock.lap("draft")
         times, prefilled = clock.times(), sum(c.length for c in batch.chunks)
         records = [
@@ -275,16 +279,16 @@ class Engine:
             row.computed += min(committed, accepted + 1)
         return row.request_id, not decoded, depth, drafted, accepted, committed
 
-    def _tell_drafter(self, batch: Batch, verdict: Verdict, scores: ForwardOutput) -> None:
+    def _tell_drafter(self, batch: Batch, verdict: Verdict) -> None:
         kept = [i for i, r in enumerate(batch.decoding) if r.finish_reason is None]
         if kept:
             rows = [batch.decoding[i] for i in kept]
-            self.drafter.advance(rows, verdict.take(kept), scores.features)
+            self.drafter.advance(rows, verdict.take(kept))
         opened = [r for r in batch.ending if r.finish_reason is None]
         for row in opened:
             row.opened = True
         if opened:
-            self.drafter.open(opened, scores.features)
+            self.drafter.open(opened)
 
     # --- endings -----------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ class FastPath:
         engine.steps += 1
         going = [r.row for r in found if r.row.finish_reason is None]
         if going:
-            engine.drafter.advance(going, _verdict(len(going)), None)
+            engine.drafter.advance(going, _verdict(len(going)))
         engine.controller.observe(records)
         return engine.emit([r.row for r in found], records)
 

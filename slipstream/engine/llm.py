@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -83,17 +84,24 @@ class LLM:
             max_users=max_users,
             device=str(self.loaded.model.device),
             prefix_cache=prefix_cache,
+            target=self.loaded,
+            page_size=PAGE_SIZE if self.loaded.model.device.type == "cpu" else DEVICE_PAGE_SIZE,
         )
+        tokens = kv_tokens or _default_kv_tokens(self.loaded, max_users)
+        context = replace(context, pages=-(-tokens // context.page_size))
         self.drafter = build(drafter, context=context)
-        self.engine = self._build_engine()
+        self.engine = self._build_engine(context)
 
-    def _build_engine(self) -> Engine:
+    def _build_engine(self, context: DrafterContext) -> Engine:
         model, settings = self.loaded.model, self._settings
         config, max_users = model.config, settings["max_users"]
-        page_size = PAGE_SIZE if model.device.type == "cpu" else DEVICE_PAGE_SIZE
-        tokens = settings["kv_tokens"] or _default_kv_tokens(self.loaded, max_users)
         engine = Engine(
-            Target(self.loaded, num_pages=-(-tokens // page_size), page_size=page_size),
+            Target(
+                self.loaded,
+                num_pages=context.pages,
+                page_size=context.page_size,
+                taps=self.drafter.needs,
+            ),
             self.drafter,
             StaticController(self.drafter.max_draft_len, max_context=config.max_context),
             vocabulary=Vocabulary.from_tokenizer(

@@ -31,6 +31,11 @@ class Batch:
     chunks: list[Chunk]
 
     @property
+    def in_order(self) -> list[Chunk]:
+        """Chunks as a forward takes them: those that end a prompt first."""
+        return sorted(self.chunks, key=lambda c: not c.ends_prompt)
+
+    @property
     def ending(self) -> list[Sequence]:
         """Rows whose prompt ends in this step."""
         return [c.row for c in self.chunks if c.ends_prompt]
@@ -103,9 +108,13 @@ class Scheduler:
         ready = all(row.opened and row.pending == 1 for row in self.running)
         return list(self.running) if ready else []
 
-    def reserve_draft(self, row: Sequence, draft_len: int) -> int:
-        """`draft_len` where there are pages for it, else 0: drafting never preempts."""
-        return draft_len if row.table.reserve(len(row.tokens) + draft_len) else 0
+    def reserve_draft(self, row: Sequence, draft_len: int, *, reach: int = 0) -> int:
+        """`draft_len` where there are pages for it, else 0: drafting never preempts.
+
+        `reach`: positions from the anchor's on that making the draft takes, if more.
+        """
+        need = len(row.tokens) + max(draft_len, reach - 1)
+        return draft_len if row.table.reserve(need) else 0
 
     def _make_room(self, row: Sequence, tokens: int) -> bool:
         """Cover `tokens` positions, preempting latest arrivals; False if the row itself went."""

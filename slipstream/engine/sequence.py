@@ -50,6 +50,11 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
+    def pages(self) -> Seq[int]:
+        """Pages of the target's cache that hold this request, in order of position."""
+        return self.table.pages
+
+    @property
     def generated(self) -> int:
         """Output tokens so far."""
         return len(self.tokens) - self.prompt_len

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,12 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / n for n in names]
 
 
-def load_directory(
-    directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
-) -> Model:
-    """Build the model from its safetensors, casting tensor by tensor."""
+@contextmanager
+def opened(directory: Path) -> Iterator[dict[str, Any]]:
+    """The open safetensors handle of every tensor of a directory, by name.
+
+    Raises `ModelError` on a file that is missing, corrupt or truncated.
+    """
     with ExitStack() as stack:
         handles: dict[str, Any] = {}
         for path in weight_files(directory):
@@ -73,6 +75,14 @@ def load_directory(
                     f"{path} is corrupt or truncated ({error}); download it again."
                 ) from error
             handles |= dict.fromkeys(handle.keys(), handle)
+        yield handles
+
+
+def load_directory(
+    directory: Path, config: ModelConfig, *, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Build the model from its safetensors, casting tensor by tensor."""
+    with opened(directory) as handles:
         shapes = {n: tuple(h.get_slice(n).get_shape()) for n, h in handles.items()}
         check_tensors(shapes, config, source=str(directory))
         return build(
@@ -97,8 +107,28 @@ def build_from_memory(
 def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, *, source: str
 ) -> None:
-    """Raise `ModelError` naming the first missing, unexpected or wrongly shaped tensor."""
-    expected = expected_shapes(config)
+    """Raise `ModelError` naming the first tensor that does not fit the config."""
+    compare_tensors(
+        shapes,
+        expected_shapes(config),
+        source=source,
+        what=f"a {config.family} model",
+        spare={"lm_head.weight"} if config.tied else (),
+    )
+
+
+def compare_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    source: str,
+    what: str,
+    spare: Collection[str] = (),
+) -> None:
+    """Raise `ModelError` naming the first missing, unexpected or wrongly shaped tensor.
+
+    `what` the weights should be of; `spare`: names that may be there and are not read.
+    """
     for name, shape in expected.items():
         if name not in shapes:
             raise ModelError(
@@ -109,11 +139,10 @@ def check_tensors(
                 f"{source} has {name} of shape {shapes[name]}, its config says {shape}; "
                 "weights and config belong to different models."
             )
-    spare = {"lm_head.weight"} if config.tied else set()
     for name in shapes:
         if name not in expected and name not in spare and not name.endswith("rotary_emb.inv_freq"):
             raise ModelError(
-                f"{source} holds the unexpected tensor {name}; a {config.family} model has no such "
+                f"{source} holds the unexpected tensor {name}; {what} has no such "
                 "weight, so the config's model_type is probably wrong."
             )
 

@@ -85,11 +85,13 @@ class Model:
         return linear(rms_norm(hidden, self.norm), self.head)[:count]
 
 
-def build(config: ModelConfig, get: Callable[[str], Tensor]) -> Model:
+def build(
+    config: ModelConfig, get: Callable[[str], Tensor], *, head: Linear | None = None
+) -> Model:
     """Assemble a model from checkpoint tensors.
 
     `get(name)` returns a Hugging Face tensor by name, checked for shape, in the wanted dtype and
-    on the wanted device.
+    on the wanted device. `head`: one that is already there, instead of the checkpoint's.
     """
     embedding = get("model.embed_tokens.weight")
     return Model(
@@ -97,7 +99,7 @@ def build(config: ModelConfig, get: Callable[[str], Tensor]) -> Model:
         embedding=embedding,
         layers=[_layer(config, i, get) for i in range(config.num_layers)],
         norm=_norm(get("model.norm.weight"), config),
-        head=pack(embedding if config.tied else get("lm_head.weight")),
+        head=head or pack(embedding if config.tied else get("lm_head.weight")),
     )
 
 

@@ -119,50 +119,64 @@ def _runs(rows: list[Placed]) -> list[Run]:
 
 
 class Segments:
-    """Builds the segments of one batch, once for each distinct attention window."""
+    """Builds the segments of one batch, once for each distinct attention window.
+
+    `blocks`: in layers without a window, every token sees all of its own row.
+    """
 
     def __init__(
-        self, config: ModelConfig, runs: Sequence[Run], dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        runs: Sequence[Run],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        blocks: bool = False,
     ) -> None:
-        self._config, self._runs = config, runs
+        self._config, self._runs, self._blocks = config, runs, blocks
         self._dtype, self._device = dtype, device
         self._longest = max(row.end for run in runs for row in run.rows)
 
     def plans(self) -> tuple[list[list[Segment]], list[int]]:
         """The distinct plans, and for each layer which one it runs."""
         reaches = [
-            window if window is not None and window < self._longest else None
+            (
+                window if window is not None and window < self._longest else None,
+                self._blocks and window is None,
+            )
             for window in self._config.windows
         ]
         distinct = list(dict.fromkeys(reaches))
-        return [self._build(reach) for reach in distinct], [distinct.index(r) for r in reaches]
+        return [self._build(*reach) for reach in distinct], [distinct.index(r) for r in reaches]
 
-    def _build(self, window: int | None) -> list[Segment]:
+    def _build(self, window: int | None, ahead: bool) -> list[Segment]:
         segments, start = [], 0
         for run in self._runs:
             stop = start + sum(row.length for row in run.rows)
             if window is not None and len(run.rows) > 1:
                 # Each row's window begins elsewhere: views would not line up, so row by row.
                 for row in run.rows:
-                    segments.append(self._single(row, start, window))
+                    segments.append(self._single(row, start, window, ahead))
                     start += row.length
             elif len(run.rows) > 1:
-                segments.append(self._batched(run, start, stop))
+                segments.append(self._batched(run, start, stop, ahead))
             else:
-                segments.append(self._single(run.rows[0], start, window))
+                segments.append(self._single(run.rows[0], start, window, ahead))
             start = stop
         return segments
 
-    def _single(self, row: Placed, start: int, window: int | None) -> Segment:
+    def _single(self, row: Placed, start: int, window: int | None, ahead: bool) -> Segment:
         first = max(0, row.start + 1 - window) if window is not None else 0
         length = row.end - first
         folded = row.length <= _FOLD_LIMIT
-        causal = not folded and row.start == 0 and (window is None or window >= row.end)
+        causal = not (folded or ahead) and row.start == 0 and (window is None or window >= row.end)
         mask = None
         if not causal:
             # Also for a single query that sees everything: torch's kernel is a quarter faster over
             # long contexts when it is given a mask.
             positions = np.arange(row.start, row.end)[None, :]
+            if ahead:
+                positions = np.full_like(positions, row.end - 1)
             mask = self._mask(positions, np.array([first]), length, window, folded=folded)
         slots = None
         if row.slots is not None:
@@ -183,7 +197,7 @@ class Segments:
             unpad=None,
         )
 
-    def _batched(self, run: Run, start: int, stop: int) -> Segment:
+    def _batched(self, run: Run, start: int, stop: int, ahead: bool) -> Segment:
         rows, queries = run.at[-1] + 1, max(row.length for row in run.rows)
         length = max(row.end for row in run.rows)
         positions = np.zeros((rows, queries), np.int64)
@@ -191,7 +205,8 @@ class Segments:
         unpad, token = [], start
         for at, row in zip(run.at, run.rows, strict=True):
             own = np.minimum(np.arange(queries), row.length - 1)
-            positions[at], pad[at] = row.start + own, token + own
+            positions[at] = row.end - 1 if ahead else row.start + own
+            pad[at] = token + own
             unpad.append(at * queries + np.arange(row.length))
             token += row.length
         ragged = rows * queries != stop - start

@@ -50,8 +50,10 @@ class Target:
     """A model with a KV pool of its own. Several targets may share one `LoadedModel`'s weights.
 
     `taps`: which hidden states to return as features (0 the embeddings, i + 1 the output of layer i
-    before the final norm). Memory for keys and values is zero pages until it is used, so a large
-    pool costs nothing. Raises `ModelError` if it cannot even be reserved.
+    before the final norm). `blocks`: every token sees all of its own row (layers with a window stay
+    causal), as drafters that denoise a block want it. Memory for keys and values is zero pages
+    until it is used, so a large pool costs nothing. Raises `ModelError` if it cannot even be
+    reserved.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Target:
         num_pages: int,
         page_size: int = 16,
         taps: tuple[int, ...] = (),
+        blocks: bool = False,
     ) -> None:
         self.loaded = loaded
         self.config: ModelConfig = loaded.model.config
@@ -71,7 +74,7 @@ class Target:
                 f"{self.config.num_layers}."
             )
         self.pool = PagePool(num_pages, page_size)
-        self.taps = taps
+        self.taps, self.blocks = taps, blocks
         self.forwards = 0
         self._model = loaded.model
         self.storage = _storage(
@@ -136,6 +139,7 @@ class Target:
             storage=self.storage,
             page_size=self.pool.page_size,
             taps=self.taps,
+            causal=not self.blocks,
         )
         order = [np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
         return _Flat(hidden, tapped, slots, order)
@@ -152,7 +156,9 @@ class Target:
         positions = np.concatenate([np.arange(p.start, p.end) for p in flat])
         slots = torch.from_numpy(np.concatenate([p.own_slots() for p in flat])).to(device)
         rope = model.rope.rows(torch.from_numpy(positions).to(device), int(positions.max()))
-        plans, plan_of = Segments(self.config, runs, model.dtype, device).plans()
+        plans, plan_of = Segments(
+            self.config, runs, model.dtype, device, blocks=self.blocks
+        ).plans()
         hidden, tapped = model.hidden(
             ids,
             rope,

@@ -48,7 +48,7 @@ def test_drafts_are_the_models_own_text_after_any_course_of_steps(seed):
     rng = np.random.default_rng(seed)
     one = drafter(int(rng.integers(1, 9)), num_pages=256)
     rows = [row(rng.integers(0, VOCAB, rng.integers(1, 20)), i) for i in range(5)]
-    one.open(rows, None)
+    one.open(rows)
     for _ in range(12):
         batch = [r for r in rows if rng.random() < 0.8]
         plan = lens(*rng.integers(0, one.max_draft_len + 1, len(batch)))
@@ -59,14 +59,14 @@ def test_drafts_are_the_models_own_text_after_any_course_of_steps(seed):
             assert draft.row(i) == greedy(r.tokens, int(plan[i]))
             kept = int(rng.integers(0, plan[i] + 1))
             r.tokens += [*draft.row(i)[:kept], int(rng.integers(0, VOCAB))]
-        one.advance(batch, verdict(len(batch)), None)
+        one.advance(batch, verdict(len(batch)))
         assert draft.law == OneHot()
 
 
 def test_a_step_computes_only_what_is_new():
     one = drafter(4)
     r = row(range(20))
-    one.open([r], None)
+    one.open([r])
     one.draft([r], lens(4))
     assert one.model.fed == [20, 1, 1, 1]
     draft = one.draft([r], lens(4))  # asked again without a step: the anchor's logits are missing
@@ -84,7 +84,7 @@ def test_a_step_computes_only_what_is_new():
 def test_rows_of_one_batch_do_not_see_each_other():
     rows = [row([i, 3, i], i) for i in range(16)]
     one = drafter(3)
-    one.open(rows, None)
+    one.open(rows)
     draft = one.draft(rows, lens(*[i % 4 for i in range(16)]))
     for i, r in enumerate(rows):
         assert draft.row(i) == greedy(r.tokens, i % 4)
@@ -95,7 +95,7 @@ def test_its_context_limit_shortens_drafts_and_never_fails():
     one = drafter(4, max_context=12)
     for length, expected in ((8, 4), (9, 4), (10, 3), (12, 1), (13, 0), (20, 0)):
         r = row([1] * length, length)
-        one.open([r], None)
+        one.open([r])
         assert one.draft([r], lens(4)).lens.tolist() == [expected]
         one.close([length])
     assert one.model.pool.available == one.model.pool.num_pages
@@ -104,7 +104,7 @@ def test_its_context_limit_shortens_drafts_and_never_fails():
 def test_without_pages_a_row_drafts_nothing_until_there_are_some():
     one = drafter(4, num_pages=8, page_size=4)
     first, second = row(range(20), 0), row(range(8, 28), 1)
-    one.open([first, second], None)
+    one.open([first, second])
     draft = one.draft([first, second], lens(4, 4))
     assert draft.row(0) == greedy(first.tokens, 4)
     assert draft.row(1) == []
@@ -115,7 +115,7 @@ def test_without_pages_a_row_drafts_nothing_until_there_are_some():
 def test_a_long_prompt_is_taken_in_over_steps_without_holding_up_the_others():
     one = drafter(2, num_pages=1024, page_size=4, max_context=4096)
     long, short = row([1, 2, 3] * 400, 0), row([4, 5], 1)
-    one.open([long, short], None)
+    one.open([long, short])
     drafted = [one.draft([long, short], lens(2, 2)) for _ in range(3)]
     assert [d.lens.tolist() for d in drafted] == [[0, 2], [0, 2], [2, 2]]
     assert max(one.model.fed) <= CATCH_UP_TOKENS
@@ -129,7 +129,7 @@ def test_a_repeated_prompt_is_computed_once_until_reset():
         if request_id == 2:
             one.reset()
         r = row(range(21), request_id)
-        one.open([r], None)
+        one.open([r])
         del one.model.fed[:]
         assert one.draft([r], lens(1)).row(0) == greedy(r.tokens, 1)
         assert one.model.fed == [fed]
@@ -139,12 +139,12 @@ def test_a_repeated_prompt_is_computed_once_until_reset():
 def test_only_committed_tokens_are_reusable():
     one = drafter(8, num_pages=64, page_size=4)
     first = row(range(10), 0)
-    one.open([first], None)
+    one.open([first])
     guessed = one.draft([first], lens(8)).row(0)
     first.tokens.append((guessed[0] + 1) % VOCAB)
     one.draft([first], lens(8))
     again = row([*range(10), *guessed], 1)  # begins with tokens that were drafted, then rejected
-    one.open([again], None)
+    one.open([again])
     assert one.draft([again], lens(3)).row(0) == greedy(again.tokens, 3)
 
 
@@ -156,7 +156,7 @@ def broken(prefix):
 def test_a_row_whose_draft_logits_are_not_finite_drafts_nothing():
     one = drafter(3, logits=broken)
     rows = [row([13, 1], 0), row([2, 1], 1), row([13, 2], 2, temperature=1.0)]
-    one.open(rows, None)
+    one.open(rows)
     assert one.draft(rows, lens(3, 3, 3)).lens.tolist() == [0, 3, 0]
 
 
@@ -168,7 +168,7 @@ def test_sampled_rows_carry_the_law_they_were_drawn_from():
         {"temperature": 1.3, "frequency_penalty": 1.5, "logit_bias": {4: 3.0}},
     ]
     rows = [row([i, 3, 5], i, **s) for i, s in enumerate(settings)]
-    one.open(rows, None)
+    one.open(rows)
     draft = one.draft(rows, lens(3, 2, 3))
     assert draft.lens.tolist() == [3, 2, 3]
     assert isinstance(draft.law, Dense)
@@ -188,11 +188,11 @@ def test_sampled_rows_carry_the_law_they_were_drawn_from():
 def test_the_same_seed_drafts_the_same_alone_and_in_a_batch():
     rows = [row([i, 3, 5], i, temperature=1.0) for i in range(16)]
     together = drafter(4)
-    together.open(rows, None)
+    together.open(rows)
     batch = together.draft(rows, lens(*[4] * 16))
     for i in (0, 7, 15):
         alone = drafter(4)
-        alone.open([rows[i]], None)
+        alone.open([rows[i]])
         assert alone.draft([rows[i]], lens(4)).row(0) == batch.row(i)
     assert len({tuple(batch.row(i)) for i in range(16)}) > 1
 
@@ -202,7 +202,7 @@ def test_vocabularies_padded_to_other_widths_are_fitted(width):
     logits = hashed_logits(width, seed=1)
     one = drafter(2, logits=logits, vocab=width)
     r = row([1, 2], temperature=2.0)
-    one.open([r], None)
+    one.open([r])
     draft = one.draft([r], lens(2))
     assert draft.lens.tolist() == [2]
     assert draft.law.probs.shape[-1] == VOCAB
@@ -213,7 +213,7 @@ def test_vocabularies_padded_to_other_widths_are_fitted(width):
 def test_a_token_the_draft_model_does_not_know_means_no_draft():
     one = drafter(2, logits=hashed_logits(20), vocab=20)
     rows = [row([1, 25], 0), row([1, 2], 1)]
-    one.open(rows, None)
+    one.open(rows)
     assert one.draft(rows, lens(2, 2)).lens.tolist() == [0, 2]
 
 

@@ -113,7 +113,7 @@ def test_work_per_step_does_not_depend_on_the_history(history):
 def test_sixteen_histories_are_kept_apart():
     rows = [StubRow([100 * i + t for t in (1, 2, 3, 4, 1, 2)], request_id=i) for i in range(16)]
     one = drafter(2)
-    one.open(rows, None)
+    one.open(rows)
     for shuffled in (rows, rows[::-1], rows[5:9]):
         draft = one.draft(shuffled, lens(*[2] * len(shuffled)))
         for at, row in enumerate(shuffled):
@@ -124,11 +124,11 @@ def test_sixteen_histories_are_kept_apart():
 def test_a_reused_slot_proposes_nothing_from_the_request_before(same_id):
     one = drafter()
     first = StubRow([1, 2, 3, 4, 1, 2], request_id=0)
-    one.open([first], None)
+    one.open([first])
     assert one.draft([first], lens(2)).row(0) == [3, 4]
     one.close([0])
     second = StubRow([9, 8, 1, 2], request_id=0 if same_id else 1)  # ends like the first
-    one.open([second], None)
+    one.open([second])
     assert one.draft([second], lens(8)).lens.tolist() == [0]
 
 
@@ -136,7 +136,7 @@ def test_draft_obeys_the_plan_row_by_row_and_is_one_hot():
     rows = [StubRow([1, 2, 3, 4, 5, 1, 2], request_id=i) for i in range(3)]
     rows.append(StubRow([1, 2, 3], request_id=3))
     one = drafter(4)
-    one.open(rows, None)
+    one.open(rows)
     draft = one.draft(rows, lens(0, 2, 32, 4))
     assert draft.lens.tolist() == [0, 2, 4, 0]
     assert draft.tokens.tolist() == [[-1] * 4, [3, 4, -1, -1], [3, 4, 5, 1], [-1] * 4]
@@ -147,11 +147,11 @@ def test_draft_obeys_the_plan_row_by_row_and_is_one_hot():
 def test_advance_takes_in_what_was_committed_also_after_skipped_steps():
     row = StubRow([1, 2, 3, 4])
     one = drafter(2)
-    one.open([row], None)
+    one.open([row])
     row.tokens += [7, 1]
-    one.advance([row], verdict(1), None)
+    one.advance([row], verdict(1))
     row.tokens += [2]
-    one.advance([row], verdict(1), None)
+    one.advance([row], verdict(1))
     assert one.draft([row], lens(2)).row(0) == [3, 4]
     one.close([row.request_id, 99])
     one.reset()
@@ -161,16 +161,16 @@ def test_rows_are_never_written_to():
     tokens = [1, 2, 3, 1, 2]
     row = StubRow(list(tokens))
     one = drafter()
-    one.open([row], None)
+    one.open([row])
     one.draft([row], lens(8))
-    one.advance([row], verdict(1), None)
+    one.advance([row], verdict(1))
     assert row.tokens == tokens
 
 
 def test_none_is_free():
     none = NoneDrafter()
     rows = [StubRow([1]), StubRow([2])]
-    none.open(rows, None)
+    none.open(rows)
     draft = none.draft(rows, lens(0, 0))
     assert draft.tokens.shape == (2, 0)
     assert draft.lens.tolist() == [0, 0]

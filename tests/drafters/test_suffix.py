@@ -17,7 +17,7 @@ def drafter(draft_len=8, *, min_prob=0.1, factor=8.0, depth=16, keep=None) -> Su
 def propose(tokens, width=8, **options):
     row = StubRow(list(tokens))
     one = drafter(**options)
-    one.open([row], None)
+    one.open([row])
     return one.draft([row], lens(width)).row(0)
 
 
@@ -109,10 +109,10 @@ def test_steps_equal_opening_with_the_whole_text():
     text = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
     row = StubRow(text[:2])
     one = drafter()
-    one.open([row], None)
+    one.open([row])
     for token in text[2:]:
         row.tokens.append(token)
-        one.advance([row], verdict(1), None)
+        one.advance([row], verdict(1))
     assert one.draft([row], lens(8)).row(0) == propose(text)
 
 
@@ -121,9 +121,9 @@ def test_finished_requests_are_used_only_if_asked():
     second = StubRow([60, 1, 2], request_id=1, prompt_len=1)
     for keep, expected in ((None, []), (1000, [3, 4, 5])):
         one = drafter(keep=keep)
-        one.open([first], None)
+        one.open([first])
         one.close([0])
-        one.open([second], None)
+        one.open([second])
         assert one.draft([second], lens(8)).row(0) == expected
         one.reset()
         assert one.draft([second], lens(8)).row(0) == []
@@ -133,13 +133,13 @@ def test_prompts_of_finished_requests_are_not_kept_but_for_their_end():
     prompt = list(range(10, 60))
     first = StubRow([*prompt, 1, 2, 3], prompt_len=len(prompt))
     one = drafter(keep=1000, depth=4)
-    one.open([first], None)
+    one.open([first])
     one.close([0])
     asks = StubRow([70, *prompt[20:22]], request_id=1, prompt_len=3)
-    one.open([asks], None)
+    one.open([asks])
     assert one.draft([asks], lens(8)).row(0) == []
     asks = StubRow([70, *prompt[-2:]], request_id=2, prompt_len=3)
-    one.open([asks], None)
+    one.open([asks])
     assert one.draft([asks], lens(8)).row(0) == [1, 2, 3]
 
 
@@ -147,11 +147,11 @@ def test_a_second_request_sees_nothing_of_a_running_or_closed_first():
     one = drafter()
     first = StubRow([1, 2, 3, 4, 1, 2], request_id=0)
     second = StubRow([9, 1, 2], request_id=1)
-    one.open([first, second], None)
+    one.open([first, second])
     assert one.draft([first, second], lens(2, 2)).lens.tolist() == [2, 0]
     one.close([0])
     again = StubRow([8, 1, 2], request_id=0)
-    one.open([again], None)
+    one.open([again])
     assert one.draft([again, second], lens(2, 2)).lens.tolist() == [0, 0]
 
 
@@ -172,7 +172,7 @@ def test_finished_texts_are_bounded_and_the_oldest_go_first():
 def test_draft_obeys_the_plan_and_is_one_hot():
     rows = [StubRow([1, 2, 3, 4, 5, 6, 1, 2, 3, 4], request_id=i) for i in range(3)]
     one = drafter(4)
-    one.open(rows, None)
+    one.open(rows)
     draft = one.draft(rows, lens(0, 2, 32))
     assert draft.lens.tolist() == [0, 2, 4]
     assert draft.row(2) == [5, 6, 1, 2]

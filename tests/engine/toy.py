@@ -89,7 +89,7 @@ class Oracle:
         self._count = 0
         self.opened, self.closed = [], []
 
-    def open(self, rows, features):
+    def open(self, rows):
         self.opened += [r.request_id for r in rows]
 
     def draft(self, rows, draft_lens):
@@ -106,7 +106,7 @@ class Oracle:
                 prefix += (token,)
         return Draft(tokens, np.asarray(draft_lens, np.int64), OneHot())
 
-    def advance(self, rows, verdict, features):
+    def advance(self, rows, verdict):
         assert len(rows) == len(verdict.accepted)
 
     def close(self, request_ids):

@@ -1,0 +1,137 @@
+"""DFlash: a whole block of draft tokens in one pass over a few layers that read target features.
+
+Source: arXiv 2602.06036 (see `models.dflash`). The draft layers' keys and values of committed
+tokens lie at the same slots as the target's own, in storage of their own: pages that another
+request takes over, rejected tokens and preemption need no bookkeeping here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slipstream.drafters.lanes import Lane, choose, law_for, pack_lanes
+from slipstream.drafters.specs import DrafterContext, DrafterSpec
+from slipstream.errors import InvalidConfig
+from slipstream.models.dflash import DFlash, load_dflash
+from slipstream.models.loading import LoadedModel
+from slipstream.target.target import ForwardRow, Target
+from slipstream.types import Draft, IntArray, Row, Span, Verdict
+
+
+class DFlashDrafter:
+    """Drafts up to `draft_len` tokens, each from its own mask's law, none seeing the others'.
+
+    A block is always as long as those trained on, for every mask sees the others. `pages` of
+    `page_size` positions as the target's cache has. A row past the drafter's own context drafts
+    nothing.
+    """
+
+    def __init__(
+        self, weights: DFlash, draft_len: int, *, pages: int, page_size: int, name: str
+    ) -> None:
+        self.name, self.max_draft_len = name, draft_len
+        self.needs = weights.config.taps
+        self.reach = weights.config.block_size
+        self.weights = weights
+        self._page_size = page_size
+        loaded = LoadedModel(weights.model, None, name, Path(), "")
+        self.block = Target(loaded, num_pages=pages, page_size=page_size, blocks=True)
+
+    @torch.inference_mode()
+    def absorb(self, spans: Sequence[Span]) -> None:
+        """Write the draft layers' keys and values of committed tokens."""
+        limit = self.weights.model.config.max_context
+        spans = [s for s in spans if s.start + len(s.features) <= limit]
+        if not spans:
+            return
+        positions = [np.arange(s.start, s.start + len(s.features)) for s in spans]
+        slots = np.concatenate(
+            [self._slots(s.row.pages, at) for s, at in zip(spans, positions, strict=True)]
+        )
+        at = np.concatenate(positions)
+        device = self.weights.model.device
+        context = self.weights.context(
+            torch.cat([s.features for s in spans]),
+            torch.from_numpy(at).to(device),
+            int(at.max()),
+        )
+        where = torch.from_numpy(slots).to(device)
+        for storage, fresh in zip(self.block.storage, context, strict=True):
+            storage.index_copy_(0, where, fresh)
+
+    def open(self, rows: Sequence[Row]) -> None:
+        """Nothing: the prompt's features were absorbed chunk by chunk."""
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[Row], draft_lens: IntArray) -> Draft:
+        """One pass over [anchor, mask, ...] of every row that drafts."""
+        limit = self.weights.model.config.max_context
+        lanes = []
+        for i, (row, wanted) in enumerate(zip(rows, draft_lens.tolist(), strict=True)):
+            width = min(wanted, self.max_draft_len, limit - len(row.tokens))
+            if width > 0:
+                lanes.append(Lane(index=i, row=row, width=width))
+        if not lanes:
+            return Draft.empty(len(rows))
+        masks = [self.weights.config.mask_token_id] * (self.reach - 1)
+        logits = self.block.forward(
+            [
+                ForwardRow(
+                    [lane.row.tokens[-1], *masks],
+                    len(lane.row.tokens) - 1,
+                    lane.row.pages,
+                    len(masks),
+                )
+                for lane in lanes
+            ]
+        ).logits
+        law = law_for(lanes, rows=len(rows), vocab=logits.shape[-1], device=logits.device)
+        going = [(lane, i * len(masks)) for i, lane in enumerate(lanes)]
+        for i in range(max(lane.width for lane in lanes)):
+            going = [(lane, at) for lane, at in going if lane.width > i]
+            alive = choose([lane for lane, _ in going], logits[[at + i for _, at in going]], law)
+            going = [(lane, at) for lane, at in going if lane in alive]
+            if not going:
+                break
+        return pack_lanes(lanes, law, rows=len(rows))
+
+    def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
+        """Nothing: what was committed was absorbed."""
+
+    def close(self, request_ids: Sequence[int]) -> None:
+        """Nothing: what is kept belongs to pages."""
+
+    def reset(self) -> None:
+        """Nothing is kept across requests but with the target's own pages."""
+
+    def _slots(self, pages: Sequence[int], positions: IntArray) -> IntArray:
+        size = self._page_size
+        slots: IntArray = np.asarray(pages)[positions // size] * size + positions % size
+        return slots
+
+
+def create(spec: DrafterSpec, context: DrafterContext) -> DFlashDrafter:
+    """The drafter of a spec `dflash:PATH:draft_len`.
+
+    Raises `ModelError` for a checkpoint that does not fit the target, `InvalidConfig` for more
+    draft tokens than its block holds.
+    """
+    if spec.path is None:
+        raise ValueError(f"{spec} has no path")  # parse() never lets one through
+    weights = load_dflash(Path(spec.path).expanduser(), context.target.model)
+    most = weights.config.block_size - 1
+    if spec.draft_len > most:
+        raise InvalidConfig(
+            f"draft_len is {spec.draft_len} in drafter {str(spec)!r}; its block holds {most}."
+        )
+    return DFlashDrafter(
+        weights,
+        spec.draft_len,
+        pages=context.pages,
+        page_size=context.page_size,
+        name=str(spec),
+    )

@@ -1,0 +1,205 @@
+"""DFlash: a drafter that fills a block of mask tokens in one pass, looking at target features.
+
+Source: arXiv 2602.06036; names and config keys of the published checkpoints (z-lab, SpecForge).
+Keys and values of committed tokens come from the target's features, not from a residual stream of
+their own: `fc` joins the tapped layers, and each draft layer's own projections read the result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slipstream.errors import ModelError
+from slipstream.models.checkpoint import compare_tensors, opened, read_json
+from slipstream.models.config import ModelConfig, from_hf
+from slipstream.models.dense import Model, build, expected_shapes
+from slipstream.models.layers import Norm, rms_norm, rotate_
+from slipstream.models.linear import Linear, linear, pack
+
+ARCHITECTURE = "DFlashDraftModel"
+_SHARED = ("embed_tokens.weight", "lm_head.weight")
+_ALIASES = {
+    "model.": "",
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "midlayer.": "layers.0.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DFlashConfig:
+    """`model`: the draft layers. `block_size`: anchor and masks. `taps`: `hs[i]` indices of the
+    features (a checkpoint counts layer outputs, one less).
+    """
+
+    model: ModelConfig
+    block_size: int
+    mask_token_id: int
+    taps: tuple[int, ...]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of a checkpoint; embedding and head are the target's."""
+        hidden = self.model.hidden_size
+        own = {n.removeprefix("model."): s for n, s in expected_shapes(self.model).items()}
+        own = {n: s for n, s in own.items() if n not in _SHARED}
+        return own | {
+            "fc.weight": (hidden, len(self.taps) * hidden),
+            "hidden_norm.weight": (hidden,),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DFlash:
+    """Weights on one device. `model`: draft layers with the target's embedding and head. `kv`: key
+    and value rows of all layers, one product because all read the same context.
+    """
+
+    config: DFlashConfig
+    model: Model
+    fc: Linear
+    norm: Norm
+    kv: Linear
+
+    def context(self, features: Tensor, positions: Tensor, last: int) -> list[Tensor]:
+        """Keys (rotated) and values of committed tokens: a [tokens, 2 * kv, dim] a layer.
+
+        `features` [tokens, taps, hidden]; `positions` int64 [tokens], the largest being `last`.
+        """
+        c = self.model.config
+        fused = rms_norm(linear(features.flatten(1), self.fc), self.norm)
+        both = linear(fused, self.kv).view(len(fused), c.num_layers, 2 * c.num_kv_heads, c.head_dim)
+        cos, sin = self.model.rope.rows(positions, last)
+        found = []
+        for layer, own in zip(self.model.layers, both.unbind(1), strict=True):
+            keys = own[:, : c.num_kv_heads]
+            if layer.qk_norm is not None:
+                keys = torch.rms_norm(keys, [c.head_dim], None, c.norm_eps)
+                keys = keys * layer.qk_norm[c.num_heads :]
+            keys = keys.contiguous()
+            rotate_(keys, cos, sin)
+            found.append(torch.cat((keys, own[:, c.num_kv_heads :]), 1))
+        return found
+
+
+def read_dflash_config(folder: Path) -> DFlashConfig:
+    """The config of a checkpoint folder. Raises `ModelError` where it is not one of DFlash."""
+    hf = read_json(folder / "config.json")
+    if ARCHITECTURE not in (hf.get("architectures") or ()):
+        raise ModelError(
+            f"{folder} is no DFlash drafter: its config's architectures are "
+            f"{hf.get('architectures')!r}, {ARCHITECTURE!r} is needed."
+        )
+    own = hf.get("dflash_config") or {}
+    layers = own.get("target_layer_ids", hf.get("target_layer_ids"))
+    mask = own.get("mask_token_id", hf.get("mask_token_id"))
+    block = hf.get("block_size", own.get("block_size"))
+    for name, value in (("target_layer_ids", layers), ("mask_token_id", mask)):
+        if value is None:
+            raise ModelError(f"{folder} has no dflash_config.{name} in its config; it is needed.")
+    if not isinstance(block, int) or not 2 <= block <= 33:
+        raise ModelError(f"{folder} has block_size = {block!r}; allowed: 2 to 33.")
+    model = from_hf({**hf, "tie_word_embeddings": False}, source=str(folder))
+    causal = hf.get("is_causal", own.get("causal"))
+    if causal or (causal is False and any(w is not None for w in model.windows)):
+        raise ModelError(
+            f"{folder} sets causal = {causal!r}; full layers that see the whole block and causal "
+            "sliding ones are what is supported."
+        )
+    return DFlashConfig(model, block, int(mask), tuple(int(i) + 1 for i in layers))
+
+
+def load_dflash(folder: Path, target: Model) -> DFlash:
+    """Read a checkpoint for a target. Raises `ModelError` naming what does not fit."""
+    config = read_dflash_config(folder)
+    _check_target(config, target.config, folder)
+    with opened(folder) as handles:
+        names = {_plain(name): name for name in handles}
+        shapes = {n: tuple(handles[o].get_slice(o).get_shape()) for n, o in names.items()}
+        compare_tensors(shapes, config.shapes, source=str(folder), what="a DFlash drafter")
+
+        def get(name: str) -> Tensor:
+            original = names[name]
+            tensor: Tensor = handles[original].get_tensor(original)
+            return tensor.to(device=target.device, dtype=target.dtype)
+
+        return from_tensors(config, {name: get(name) for name in config.shapes}, target)
+
+
+def from_tensors(config: DFlashConfig, tensors: Mapping[str, Tensor], target: Model) -> DFlash:
+    """Assemble a drafter from tensors by checkpoint name, in the target's dtype and device."""
+
+    def get(name: str) -> Tensor:
+        if name == "model.embed_tokens.weight":
+            return target.embedding
+        return tensors[name.removeprefix("model.")]
+
+    c = config.model
+    model = build(c, get, head=target.head)
+    kinds = ("k_proj", "v_proj")
+    prefixes = [f"layers.{i}.self_attn.{kind}" for i in range(c.num_layers) for kind in kinds]
+    biases = [tensors[f"{p}.bias"] for p in prefixes] if c.qkv_bias else []
+    norm = tensors["hidden_norm.weight"]
+    return DFlash(
+        config,
+        model,
+        pack(tensors["fc.weight"]),
+        Norm(norm, torch.cat((norm, norm)), c.norm_eps),
+        pack(
+            torch.cat([tensors[f"{p}.weight"] for p in prefixes]),
+            torch.cat(biases) if biases else None,
+        ),
+    )
+
+
+def save_dflash(folder: Path, config: DFlashConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint that `load_dflash`, vLLM and SGLang read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    hf: dict[str, Any] = dict(config.model.hf)
+    hf |= {
+        "architectures": [ARCHITECTURE],
+        "block_size": config.block_size,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": [tap - 1 for tap in config.taps],
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
+    kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _plain(name: str) -> str:
+    for prefix, plain in _ALIASES.items():
+        if name.startswith(prefix):
+            name = plain + name.removeprefix(prefix)
+    return name
+
+
+def _check_target(config: DFlashConfig, target: ModelConfig, folder: Path) -> None:
+    for what, own, theirs in (
+        ("hidden_size", config.model.hidden_size, target.hidden_size),
+        ("vocab_size", config.model.vocab_size, target.vocab_size),
+    ):
+        if own != theirs:
+            raise ModelError(
+                f"{folder} was made for another target: its {what} is {own}, not {theirs}."
+            )
+    if not config.taps or not all(0 <= tap <= target.num_layers for tap in config.taps):
+        raise ModelError(
+            f"{folder} reads target layers {[t - 1 for t in config.taps]}; this target has layers "
+            f"0 to {target.num_layers - 1}."
+        )
+    if not 0 <= config.mask_token_id < target.vocab_size:
+        raise ModelError(
+            f"{folder} has mask_token_id = {config.mask_token_id}; this target's ids are 0 to "
+            f"{target.vocab_size - 1}."
+        )

@@ -1,0 +1,202 @@
+"""The training loop of a drafter: batches of texts, AdamW, checkpoints, held-out acceptance."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.errors import InvalidConfig
+from slipstream.models.dflash import save_dflash
+from slipstream.models.loading import LoadedModel
+from slipstream.train.data import Features, Text
+from slipstream.train.dflash import Network, labels, loss
+
+CHECKPOINT = "training.pt"
+HISTORY = "history.jsonl"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How to train. `anchors` blocks of each of `texts` texts make a step; the learning rate rises
+    over `warmup` of the steps and falls as a cosine to a hundredth. `held_out`: share of the texts
+    that is never trained on.
+    """
+
+    steps: int = 1000
+    texts: int = 4
+    anchors: int = 64
+    lr: float = 6e-4
+    warmup: float = 0.04
+    clip: float = 1.0
+    held_out: float = 0.1
+    d_pace: bool = False
+    seed: int = 0
+    report_every: int = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Teacher-forced, greedy: `by_position[i]` is the share of blocks whose first i + 1 masks said
+    what the target said; `tokens_per_step` is one more than their sum.
+    """
+
+    by_position: tuple[float, ...]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """What a step would commit on average, its next token included."""
+        return 1 + sum(self.by_position)
+
+
+class Trainer:
+    """Trains one network on texts, resuming from `out` where it holds a checkpoint of this plan."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        network: Network,
+        texts: Sequence[Text],
+        plan: Plan,
+        *,
+        out: Path,
+        say: Say = print,
+    ) -> None:
+        self.network, self.plan, self.out, self._say = network, plan, out, say
+        held = min(len(texts) - 1, math.ceil(plan.held_out * len(texts))) if plan.held_out else 0
+        self.texts, self.held = list(texts[: len(texts) - held]), list(texts[len(texts) - held :])
+        longest = max(len(t.tokens) for t in texts)
+        self._features = Features(loaded, network.config.taps, longest=longest + 16)
+        self._device = loaded.model.device
+        self._optimizer = torch.optim.AdamW(
+            list(network.tensors.values()), lr=plan.lr, weight_decay=0.0, betas=(0.9, 0.95)
+        )
+        self.step = 0
+        out.mkdir(parents=True, exist_ok=True)
+        self._resume(loaded.fingerprint)
+
+    def run(self) -> None:
+        """Train to the last step; a checkpoint with every report, the export at the end."""
+        begun, first, recent = time.perf_counter(), self.step, []
+        while self.step < self.plan.steps:
+            recent.append(self._train())
+            self.step += 1
+            if self.step % self.plan.report_every == 0 or self.step == self.plan.steps:
+                spent = (time.perf_counter() - begun) / (self.step - first)
+                self._report(float(np.mean(recent)), spent * (self.plan.steps - self.step))
+                self._save()
+                recent = []
+        save_dflash(self.out, self.network.config, self.exported())
+
+    def exported(self) -> dict[str, Tensor]:
+        """The weights in bfloat16, by checkpoint name."""
+        return {n: t.detach().to(torch.bfloat16) for n, t in self.network.tensors.items()}
+
+    def acceptance(self, texts: Sequence[Text] | None = None, *, anchors: int = 64) -> Acceptance:
+        """On held-out texts, or on those given; at most `anchors` evenly spread blocks of each."""
+        block = self.network.config.block_size
+        right, total = torch.zeros(block - 1), torch.zeros(block - 1)
+        for text in texts if texts is not None else self.held or self.texts:
+            where = np.linspace(*_range(text), num=anchors, dtype=np.int64)
+            at = torch.from_numpy(np.unique(where)).to(self._device)
+            with torch.no_grad():
+                logits, wanted, there = self._forward(text, at)
+            held = (logits.argmax(-1) == wanted) & there
+            right += held.cumprod(1).sum(0).cpu()
+            total += there.sum(0).cpu()
+        return Acceptance(tuple((right / total.clamp(min=1)).tolist()))
+
+    def _train(self) -> float:
+        rng = np.random.default_rng((self.plan.seed, self.step))
+        self._set_rate()
+        self._optimizer.zero_grad(set_to_none=True)
+        picked = rng.choice(len(self.texts), self.plan.texts)
+        total = 0.0
+        for i in picked:
+            low, high = _range(self.texts[i])
+            at = np.sort(rng.choice(np.arange(low, high + 1), self.plan.anchors))
+            anchors = torch.from_numpy(at).to(self._device)
+            value = loss(*self._forward(self.texts[i], anchors), d_pace=self.plan.d_pace)
+            (value / len(picked)).backward()  # type: ignore[no-untyped-call]
+            total += float(value.detach())
+        torch.nn.utils.clip_grad_norm_(list(self.network.tensors.values()), self.plan.clip)
+        self._optimizer.step()
+        return total / len(picked)
+
+    def _forward(self, text: Text, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = torch.tensor(text.tokens, device=self._device)
+        features = self._features.of(text.tokens)
+        logits = self.network.logits(features, tokens, anchors)
+        return logits, *labels(tokens, anchors, self.network.config.block_size)
+
+    def _set_rate(self) -> None:
+        warm = max(1, round(self.plan.warmup * self.plan.steps))
+        if self.step < warm:
+            share = (self.step + 1) / warm
+        else:
+            done = (self.step - warm) / max(1, self.plan.steps - warm)
+            share = 0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.plan.lr * share
+
+    def _report(self, mean_loss: float, left: float) -> None:
+        found = self.acceptance()
+        shown = " ".join(f"{share:.2f}" for share in found.by_position)
+        what = "held-out" if self.held else "trained-on"
+        self._say(
+            f"step {self.step}/{self.plan.steps}  loss {mean_loss:.3f}  {what} acceptance {shown}  "
+            f"tokens/step {found.tokens_per_step:.2f}  {left:.0f} s left"
+        )
+        line = {"step": self.step, "loss": mean_loss, "acceptance": found.by_position}
+        with (self.out / HISTORY).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # --- checkpoints -------------------------------------------------------------------------
+
+    def _identity(self, target: str) -> dict[str, Any]:
+        plan = asdict(self.plan) | {"report_every": None}
+        shapes = {name: list(shape) for name, shape in self.network.config.shapes.items()}
+        return {"plan": plan, "target": target, "shapes": shapes, "texts": len(self.texts)}
+
+    def _resume(self, target: str) -> None:
+        self._mine = self._identity(target)
+        file = self.out / CHECKPOINT
+        if not file.is_file():
+            (self.out / HISTORY).unlink(missing_ok=True)
+            return
+        state = torch.load(file, map_location=self._device, weights_only=True)
+        if state["identity"] != self._mine:
+            raise InvalidConfig(
+                f"{file} is a checkpoint of another training (other plan, target, sizes or texts); "
+                "delete it or choose another folder."
+            )
+        self.network.load(state["tensors"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step = int(state["step"])
+        self._say(f"resumed at step {self.step}")
+
+    def _save(self) -> None:
+        partial = self.out / f"{CHECKPOINT}.partial"
+        tensors = {name: t.detach() for name, t in self.network.tensors.items()}
+        state = {
+            "identity": self._mine,
+            "tensors": tensors,
+            "optimizer": self._optimizer.state_dict(),
+            "step": self.step,
+        }
+        torch.save(state, partial)
+        partial.replace(self.out / CHECKPOINT)
+
+
+def _range(text: Text) -> tuple[int, int]:
+    """First and last position of an anchor: the prompt's last token and the text's last but one."""
+    return max(1, text.prompt_len - 1), max(1, len(text.tokens) - 2)

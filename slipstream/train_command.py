@@ -1,0 +1,139 @@
+"""`slipstream train`: texts from the target, training, checkpoint, plot and card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream import provenance
+from slipstream.engine import LLM
+from slipstream.engine.llm import Prompt
+from slipstream.errors import InvalidConfig
+from slipstream.lab.prompts import from_file
+from slipstream.models.dflash import DFlashConfig
+from slipstream.train.data import Text, own_answers, self_prompts
+from slipstream.train.dflash import Network, Shape, draft_config
+from slipstream.train.trainer import HISTORY, Plan, Trainer
+from slipstream.types import SamplingParams
+
+RECIPES = ("dflash",)
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What the command line asked for. `prompts`: a JSONL file, or None to have the target make up
+    `count` prompts of its own.
+    """
+
+    recipe: str
+    target: str
+    out: Path
+    prompts: Path | None
+    count: int
+    max_tokens: int
+    temperature: float
+    device: str | None
+    drafter: str
+
+
+def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
+    """Train, export to `order.out`, and write `loss.svg` and the card `README.md` beside it.
+
+    Raises `InvalidConfig` for unknown recipes and values that make no sense.
+    """
+    if order.recipe not in RECIPES:
+        raise InvalidConfig(f"recipe is {order.recipe!r}; choose one of {', '.join(RECIPES)}.")
+    for name, value in (("count", order.count), ("steps", plan.steps), ("texts", plan.texts)):
+        if value < 1:
+            raise InvalidConfig(f"{name} is {value}; allowed: 1 or more.")
+    device = order.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    llm = LLM(order.target, drafter=order.drafter, dtype=dtype, device=device)
+    config = draft_config(llm.loaded.config, shape, mask_token_id=mask_token(llm))
+    texts = _texts(llm, order, seed=plan.seed, say=say)
+    network = Network(config, llm.loaded.model, seed=plan.seed)
+    trainer = Trainer(llm.loaded, network, texts, plan, out=order.out, say=say)
+    trainer.run()
+    draw_loss(order.out)
+    (order.out / "README.md").write_text(_card(order, plan, trainer, texts), encoding="utf-8")
+    say(f"Checkpoint, plot and card: {order.out}. Use it: --drafter dflash:{order.out}")
+
+
+def mask_token(llm: LLM) -> int:
+    """A token that text never holds: the last special one that means nothing, else the last id."""
+    config = llm.loaded.config
+    added = getattr(llm.tokenizer, "added_tokens_decoder", {})
+    taken = {*config.eos_token_ids, llm.tokenizer.bos_token_id, llm.tokenizer.pad_token_id}
+    free = [i for i, token in added.items() if token.special and i not in taken]
+    return max((i for i in free if i < config.vocab_size), default=config.vocab_size - 1)
+
+
+def draw_loss(out: Path) -> None:
+    """`loss.svg` of the history in a training's folder: loss and held-out tokens per step."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    lines = [json.loads(line) for line in (out / HISTORY).read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    figure = Figure(figsize=(5.0, 3.0), layout="constrained")
+    FigureCanvasSVG(figure)
+    left = figure.add_subplot()
+    left.plot(steps, [line["loss"] for line in lines], color="#2f86c8")
+    left.set_xlabel("step")
+    left.set_ylabel("loss", color="#2f86c8")
+    right = left.twinx()
+    right.plot(steps, [1 + sum(line["acceptance"]) for line in lines], color="#d9822b")
+    right.set_ylabel("tokens per step, teacher-forced", color="#d9822b")
+    figure.savefig(out / "loss.svg", metadata={"Date": None})
+
+
+def _texts(llm: LLM, order: Order, *, seed: int, say: Say) -> list[Text]:
+    if order.prompts is not None:
+        given = from_file(order.prompts)
+        prompts: list[Prompt] = [list(p.messages) if p.messages else p.content() for p in given]
+    else:
+        say(f"The target makes up {order.count} prompts.")
+        prompts = self_prompts(llm, order.count, seed=seed)
+    say(f"The target answers {len(prompts)} prompts.")
+    params = SamplingParams(
+        max_tokens=order.max_tokens, temperature=order.temperature, top_p=0.95, seed=seed
+    )
+    texts = own_answers(llm, prompts, params)
+    count = sum(len(t.tokens) - t.prompt_len for t in texts)
+    say(f"{len(texts)} texts, {count:,} tokens of the target's own.")
+    return texts
+
+
+def _card(order: Order, plan: Plan, trainer: Trainer, texts: list[Text]) -> str:
+    config: DFlashConfig = trainer.network.config
+    found = trainer.acceptance()
+    own = sum(len(t.tokens) - t.prompt_len for t in texts)
+    size = sum(t.numel() for t in trainer.network.tensors.values())
+    what = "held-out" if trainer.held else "trained-on"
+    settings = ", ".join(f"{key}={value}" for key, value in asdict(plan).items())
+    positions = " | ".join(str(i + 1) for i in range(len(found.by_position)))
+    shares = " | ".join(f"{share:.3f}" for share in found.by_position)
+    source = order.prompts.name if order.prompts else f"{order.count} of the target's own"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return f"""# DFlash drafter for {order.target}
+
+- architecture: {config.model.num_layers} draft layer(s), block of {config.block_size},
+  features after target layers {[tap - 1 for tap in config.taps]}, {size:,} parameters of its own
+- data: prompts {source}; {len(texts)} answers of the target, {own:,} tokens,
+  temperature {order.temperature}
+- plan: {settings}
+- made {provenance.now()} on {gpu or provenance.machine()["cpu"]},
+  slipstream {provenance.versions()["slipstream"]}
+
+Acceptance by position, teacher-forced, greedy, {what} texts
+({found.tokens_per_step:.2f} tokens per step):
+
+| {positions} |
+|{"---|" * len(found.by_position)}
+| {shares} |
+"""
