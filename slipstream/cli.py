@@ -48,7 +48,10 @@ def generate(
         "smollm2-135m"
     ),
     drafter: Annotated[
-        str, typer.Option(help="none, ngram:3, suffix, draft_model:PATH:4, dflash:PATH:7.")
+        str,
+        typer.Option(
+            help="none, ngram:3, suffix, draft_model:PATH:4, dflash:PATH:7, eagle3:PATH:4."
+        ),
     ] = "none",
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -224,7 +227,7 @@ def cost(
 
 @app.command(epilog="Example: `slipstream train dflash --prompts prompts.jsonl --out my_drafter`")
 def train(
-    recipe: Annotated[str, typer.Argument(help="dflash.")],
+    recipe: Annotated[str, typer.Argument(help="dflash or eagle3.")],
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint; a stopped run resumes.")],
     target: Annotated[str, typer.Option(help="Model to draft for.")] = "smollm2-135m",
     prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the target's own.")] = None,
@@ -233,16 +236,16 @@ def train(
     temperature: Annotated[float, typer.Option(help="Of the answers; 0 is greedy.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
-    layers: Annotated[int, typer.Option(help="Draft layers.")] = 1,
-    block: Annotated[int, typer.Option(help="Block size: draft tokens plus one.")] = 8,
-    taps: Annotated[int, typer.Option(help="Target layers read.")] = 3,
+    draft_len: Annotated[int, typer.Option(help="Draft tokens it is trained for.")] = 7,
+    layers: Annotated[int, typer.Option(help="Draft layers (dflash).")] = 1,
+    taps: Annotated[int, typer.Option(help="Target layers read (dflash).")] = 3,
     inner: Annotated[int | None, typer.Option(help="MLP width; default: the target's.")] = None,
-    d_pace: Annotated[bool, typer.Option(help="D-PACE weights instead of a fixed decay.")] = False,
+    d_pace: Annotated[bool, typer.Option(help="D-PACE weights (dflash).")] = False,
     seed: Annotated[int, typer.Option(help="Of weights, data and anchors.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
 ) -> None:
     """Train a drafter on the target's own answers."""
-    from slipstream.train.dflash import Shape
+    from slipstream.train.recipes import Shape
     from slipstream.train.trainer import Plan
     from slipstream.train_command import Order, run_train
 
@@ -257,8 +260,15 @@ def train(
         device=device,
         drafter="ngram:3",
     )
-    shape = Shape(layers=layers, intermediate_size=inner, block_size=block, taps=taps)
-    plan = Plan(steps=steps, lr=lr, d_pace=d_pace, seed=seed)
+    shape = Shape(
+        draft_len=draft_len,
+        layers=layers,
+        taps=taps,
+        intermediate_size=inner,
+        d_pace=d_pace,
+        mask_token_id=0,  # chosen when the target is there
+    )
+    plan = Plan(steps=steps, lr=lr, seed=seed)
     run_train(order, shape, plan, say=typer.echo)
 
 

@@ -10,11 +10,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slipstream import provenance
 from slipstream.drafters.specs import METHODS
 from slipstream.errors import SlipstreamError
 from slipstream.types import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.models.dense import Model
 
 Say = Callable[[str], None]
 PROMPTS = [[9, 8, 7] * 6, list(range(30, 50)) * 2]
@@ -87,7 +91,9 @@ def _drafters() -> Iterator[Finding]:
         params = SamplingParams(max_tokens=24, ignore_eos=True)
         expected = [c.token_ids for c in base.generate(PROMPTS, params)]
         for method in METHODS.values():
-            spec = f"{method.name}:{path}" if method.takes_path else method.name
+            spec = method.name
+            if method.takes_path:
+                spec += f":{_weights(method.name, path, base.loaded.model)}"
             try:
                 done = base.fork(spec).generate(PROMPTS, params)
             except SlipstreamError as error:
@@ -98,6 +104,19 @@ def _drafters() -> Iterator[Finding]:
             yield Finding(
                 same, f"drafter {method.name}: {drafted} drafted, tokens equal to plain decoding"
             )
+
+
+def _weights(method: str, target: Path, model: Model) -> Path:
+    """A folder with weights for a drafter of the tiny target: the target itself, or random ones."""
+    from slipstream.train.recipes import RECIPES, Shape, make
+
+    if method not in RECIPES:
+        return target
+    folder = target.parent / method
+    last = model.config.vocab_size - 1
+    network = make(method, model, Shape(draft_len=7, taps=2, mask_token_id=last), seed=0)
+    network.save(folder, network.tensors)
+    return folder
 
 
 def _gates() -> Iterator[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,13 +14,11 @@ from slipstream.engine import LLM
 from slipstream.engine.llm import Prompt
 from slipstream.errors import InvalidConfig
 from slipstream.lab.prompts import from_file
-from slipstream.models.dflash import DFlashConfig
 from slipstream.train.data import Text, own_answers, self_prompts
-from slipstream.train.dflash import Network, Shape, draft_config
+from slipstream.train.recipes import RECIPES, Shape, make
 from slipstream.train.trainer import HISTORY, Plan, Trainer
 from slipstream.types import SamplingParams
 
-RECIPES = ("dflash",)
 Say = Callable[[str], None]
 
 
@@ -54,14 +52,18 @@ def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
     device = order.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "bfloat16" if device.startswith("cuda") else "float32"
     llm = LLM(order.target, drafter=order.drafter, dtype=dtype, device=device)
-    config = draft_config(llm.loaded.config, shape, mask_token_id=mask_token(llm))
+    network = make(
+        order.recipe,
+        llm.loaded.model,
+        replace(shape, mask_token_id=mask_token(llm)),
+        seed=plan.seed,
+    )
     texts = _texts(llm, order, seed=plan.seed, say=say)
-    network = Network(config, llm.loaded.model, seed=plan.seed)
     trainer = Trainer(llm.loaded, network, texts, plan, out=order.out, say=say)
     trainer.run()
     draw_loss(order.out)
     (order.out / "README.md").write_text(_card(order, plan, trainer, texts), encoding="utf-8")
-    say(f"Checkpoint, plot and card: {order.out}. Use it: --drafter dflash:{order.out}")
+    say(f"Checkpoint, plot and card: {order.out}. Use it: --drafter {order.recipe}:{order.out}")
 
 
 def mask_token(llm: LLM) -> int:
@@ -110,7 +112,6 @@ def _texts(llm: LLM, order: Order, *, seed: int, say: Say) -> list[Text]:
 
 
 def _card(order: Order, plan: Plan, trainer: Trainer, texts: list[Text]) -> str:
-    config: DFlashConfig = trainer.network.config
     found = trainer.acceptance()
     own = sum(len(t.tokens) - t.prompt_len for t in texts)
     size = sum(t.numel() for t in trainer.network.tensors.values())
@@ -120,10 +121,10 @@ def _card(order: Order, plan: Plan, trainer: Trainer, texts: list[Text]) -> str:
     shares = " | ".join(f"{share:.3f}" for share in found.by_position)
     source = order.prompts.name if order.prompts else f"{order.count} of the target's own"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return f"""# DFlash drafter for {order.target}
+    return f"""# {order.recipe} drafter for {order.target}
 
-- architecture: {config.model.num_layers} draft layer(s), block of {config.block_size},
-  features after target layers {[tap - 1 for tap in config.taps]}, {size:,} parameters of its own
+- {size:,} parameters of its own, drafts up to {trainer.network.draft_len} tokens, reads the
+  target's hidden states {list(trainer.network.needs)} (0: embeddings, i + 1: after layer i)
 - data: prompts {source}; {len(texts)} answers of the target, {own:,} tokens,
   temperature {order.temperature}
 - plan: {settings}

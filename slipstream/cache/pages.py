@@ -211,11 +211,12 @@ class PageTable:
         self._home: range | None = None
         self._keys: list[bytes] = []
 
-    def match(self, tokens: Sequence[int]) -> int:
+    def match(self, tokens: Sequence[int], *, spare: int = 0) -> int:
         """Adopt the longest published prefix of `tokens`; returns how many tokens it covers.
 
         Full pages only, and always fewer tokens than given: the last one has to be computed,
-        because its logits are wanted. Call it once, on an empty table.
+        because its logits are wanted. The last `spare` matching pages are left out. Call it once,
+        on an empty table.
         """
         if self.pages:
             raise RuntimeError("match() needs an empty page table")
@@ -229,6 +230,8 @@ class PageTable:
                 break
             self.pages.append(page)
             self._keys.append(key)
+        if spare:
+            self.trim(max(0, len(self.pages) - spare) * size)
         return len(self.pages) * size
 
     def reserve(self, tokens: int) -> bool:

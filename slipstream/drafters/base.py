@@ -14,7 +14,9 @@ class Drafter(Protocol):
     State is keyed by `row.request_id`, so that a slot reused by another request starts empty. Two
     more things help on an accelerator and may be left out: `one_hot = True` says that the law of
     every draft is `OneHot`, and `OnDevice` below. Who `needs` features is `TakesFeatures`. Who uses
-    the row's pages past the drafts (`reach` positions from the anchor's on) says so too.
+    the row's pages past the drafts (`reach` positions from the anchor's on) says so too; so does
+    who keeps at a position what depends on the token after it (`shifted`): of a prefix that others
+    computed, the last page is then computed again.
     """
 
     name: str

@@ -107,6 +107,7 @@ class Engine:
             max_users=max_users,
             prefill_chunk=prefill_chunk,
             prefix_cache=prefix_cache,
+            spare_pages=int(getattr(drafter, "shifted", False)),
             on_preempt=self._close_drafts,
         )
 

@@ -56,12 +56,13 @@ class Scheduler:
         max_users: int,
         prefill_chunk: int,
         prefix_cache: bool,
+        spare_pages: int = 0,
         on_preempt: Callable[[Sequence], None],
     ) -> None:
         self._pool = pool
         self._max_users = max_users
         self._prefill_chunk = prefill_chunk
-        self._prefix_cache = prefix_cache
+        self._prefix_cache, self._spare_pages = prefix_cache, spare_pages
         self._on_preempt = on_preempt
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -160,7 +161,7 @@ class Scheduler:
         while budget > 0 and self.waiting and len(self.running) < self._max_users:
             row = self.waiting[0]
             if self._prefix_cache and row.computed == 0:
-                row.computed = row.table.match(row.tokens)
+                row.computed = row.table.match(row.tokens, spare=self._spare_pages)
             if not row.table.reserve(len(row.tokens)):
                 row.table.release()
                 row.computed = 0

@@ -150,9 +150,9 @@ def _layer(config: ModelConfig, index: int, get: Callable[[str], Tensor]) -> Lay
     biases = stacked(qkv, "bias") if c.qkv_bias else []
     for part in (weights, biases):
         if part:
-            part[0] = _group_major(part[0], c)
+            part[0] = group_major(part[0], c)
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
-    out = _group_major(get(f"{prefix}self_attn.o_proj.weight").t(), c).t().contiguous()
+    out = group_major(get(f"{prefix}self_attn.o_proj.weight").t(), c).t().contiguous()
     return Layer(
         attention_norm=_norm(get(f"{prefix}input_layernorm.weight"), c),
         qkv=pack(torch.cat(weights), torch.cat(biases) if biases else None),
@@ -171,7 +171,7 @@ def _layer(config: ModelConfig, index: int, get: Callable[[str], Tensor]) -> Lay
     )
 
 
-def _group_major(rows: Tensor, config: ModelConfig) -> Tensor:
+def group_major(rows: Tensor, config: ModelConfig) -> Tensor:
     """Reorder query heads along dimension 0 from (kv_head, group) to (group, kv_head)."""
     shape = (config.num_kv_heads, config.group, config.head_dim, *rows.shape[1:])
     return rows.reshape(shape).transpose(0, 1).reshape(rows.shape)

@@ -118,6 +118,50 @@ def _runs(rows: list[Placed]) -> list[Run]:
     return runs
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A flat batch: rows in its order, each token's position and slot, and what attention runs.
+
+    `positions` int64 [N]; `slots` int64 [N] on the device; `plans` and `plan_of` as
+    `models.layers.run_layers` takes them; `order[i]`: where the caller's row i lies.
+    """
+
+    rows: list[Placed]
+    positions: NDArray[np.int64]
+    slots: Tensor
+    plans: list[list[Segment]]
+    plan_of: list[int]
+    order: list[NDArray[np.int64]]
+
+
+def lay_out(
+    placed: Sequence[Placed],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    blocks: bool = False,
+    alone: bool = False,
+) -> Layout:
+    """Arrange rows for one forward. `alone`: no row is viewed across another's pages."""
+    runs = [Run([p], [0], 0) for p in placed] if alone else arrange(placed)
+    rows = [row for run in runs for row in run.rows]
+    plans, plan_of = Segments(config, runs, dtype, device, blocks=blocks).plans()
+    order: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(rows)
+    token = 0
+    for p in rows:
+        order[p.order] = np.arange(token, token + p.length)
+        token += p.length
+    return Layout(
+        rows,
+        np.concatenate([np.arange(p.start, p.end) for p in rows]),
+        torch.from_numpy(np.concatenate([p.own_slots() for p in rows])).to(device),
+        plans,
+        plan_of,
+        order,
+    )
+
+
 class Segments:
     """Builds the segments of one batch, once for each distinct attention window.
 

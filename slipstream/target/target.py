@@ -14,7 +14,7 @@ from slipstream.cache.pages import PagePool
 from slipstream.errors import InvalidConfig, ModelError
 from slipstream.models.config import ModelConfig
 from slipstream.models.loading import LoadedModel
-from slipstream.target.batch import Placed, Run, Segments, arrange, place
+from slipstream.target.batch import lay_out, place
 
 Index = NDArray[np.int64]
 
@@ -149,26 +149,20 @@ class Target:
         placed = [
             place(i, len(row.tokens), row.start, row.pages, size) for i, row in enumerate(rows)
         ]
-        runs = [Run([p], [0], 0) for p in placed] if alone else arrange(placed)
-        flat = [row for run in runs for row in run.rows]
         device, model = self._model.device, self._model
-        ids = torch.tensor([t for p in flat for t in rows[p.order].tokens], device=device)
-        positions = np.concatenate([np.arange(p.start, p.end) for p in flat])
-        slots = torch.from_numpy(np.concatenate([p.own_slots() for p in flat])).to(device)
-        rope = model.rope.rows(torch.from_numpy(positions).to(device), int(positions.max()))
-        plans, plan_of = Segments(
-            self.config, runs, model.dtype, device, blocks=self.blocks
-        ).plans()
+        flat = lay_out(placed, self.config, model.dtype, device, blocks=self.blocks, alone=alone)
+        ids = torch.tensor([t for p in flat.rows for t in rows[p.order].tokens], device=device)
+        at = torch.from_numpy(flat.positions).to(device)
         hidden, tapped = model.hidden(
             ids,
-            rope,
+            model.rope.rows(at, int(flat.positions.max())),
             storage=self.storage,
-            slots=slots,
-            plans=plans,
-            plan_of=plan_of,
+            slots=flat.slots,
+            plans=flat.plans,
+            plan_of=flat.plan_of,
             taps=self.taps,
         )
-        return _Flat(hidden, tapped, slots, _original_order(flat))
+        return _Flat(hidden, tapped, flat.slots, flat.order)
 
     def read_cache(self, pages: Sequence[int], tokens: int) -> Tensor:
         """Keys and values of the first `tokens` positions: [layers, tokens, 2 * kv_heads,
@@ -232,16 +226,6 @@ def _storage(
             f"A cache of {slots} tokens needs {gigabytes:.1f} GiB, more than there is; use fewer."
         ) from error
     return [whole[i * slots : (i + 1) * slots] for i in range(config.num_layers)]
-
-
-def _original_order(flat: Sequence[Placed]) -> list[Index]:
-    """For each of the caller's rows, the flat indices of its tokens."""
-    order: list[Index] = [np.empty(0, np.int64)] * len(flat)
-    token = 0
-    for p in flat:
-        order[p.order] = np.arange(token, token + p.length)
-        token += p.length
-    return order
 
 
 def _take(x: Tensor, index: Index) -> Tensor:

@@ -7,9 +7,9 @@ over many blocks of one text at once: a block sees the text before its anchor, a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from slipstream.errors import InvalidConfig
 from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model
-from slipstream.models.dflash import DFlashConfig
+from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.rope import RopeTable
+from slipstream.train.recipe import initial, labels
 
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """The paper's decay of the loss along a block, by block size."""
@@ -79,25 +80,46 @@ def spread(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(low + i * (high - low) / (count - 1)) + 1 for i in range(count))
 
 
-class Network:
+class DFlashNetwork:
     """Trainable float32 tensors by checkpoint name, and the forward of many blocks of a text."""
 
-    def __init__(self, config: DFlashConfig, target: Model, *, seed: int) -> None:
+    recipe = "dflash"
+
+    def __init__(
+        self, config: DFlashConfig, target: Model, *, seed: int, d_pace: bool = False
+    ) -> None:
         if target.head.packed:
             raise InvalidConfig("Training needs the target in float32 on a CPU, or on a GPU.")
-        self.config, self._target = config, target
+        self.config, self._target, self._d_pace = config, target, d_pace
+        self.needs, self.draft_len = config.taps, config.block_size - 1
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {
-            name: _initial(name, shape, generator).to(target.device).requires_grad_()
+            name: initial(name, shape, generator).to(target.device).requires_grad_()
             for name, shape in config.shapes.items()
         }
         self._rope = RopeTable(config.model, dtype=torch.float32, device=target.device)
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the values of a checkpoint."""
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor."""
+        return self.config.shapes
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the checkpoint."""
+        save_dflash(folder, self.config, tensors)
+
+    def loss(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+        """`block_loss` of the blocks behind some anchors."""
+        wanted, there = labels(tokens, anchors, self.config.block_size)
+        logits = self.logits(features, tokens, anchors)
+        return block_loss(logits, wanted, there, d_pace=self._d_pace)
+
+    def agreement(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each mask's likeliest token is the text's, [anchors, draft_len]; which exist."""
+        wanted, there = labels(tokens, anchors, self.config.block_size)
         with torch.no_grad():
-            for name, own in self.tensors.items():
-                own.copy_(tensors[name])
+            said = self.logits(features, tokens, anchors).argmax(-1)
+        return (said == wanted) & there, there
 
     def logits(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
         """[anchors, block - 1, vocab]: what each mask says, the k-th about position anchor + k.
@@ -160,14 +182,7 @@ class Network:
         return torch.rms_norm(x, [x.shape[-1]], weight, self.config.model.norm_eps)
 
 
-def labels(tokens: Tensor, anchors: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The tokens that the masks should say, [anchors, block - 1], and which of them exist."""
-    at = anchors[:, None] + torch.arange(1, block, device=tokens.device)
-    there = at < len(tokens)
-    return tokens[at.clamp(max=len(tokens) - 1)], there
-
-
-def loss(logits: Tensor, wanted: Tensor, there: Tensor, *, d_pace: bool) -> Tensor:
+def block_loss(logits: Tensor, wanted: Tensor, there: Tensor, *, d_pace: bool) -> Tensor:
     """Weighted mean cross-entropy of a batch of blocks.
 
     Weights fall along a block as exp(-(k - 1) / gamma), or, with `d_pace`, are the chance that the
@@ -187,12 +202,3 @@ def loss(logits: Tensor, wanted: Tensor, there: Tensor, *, d_pace: bool) -> Tens
         weight = torch.exp(-steps / gamma).expand_as(each)
     weight = weight * there
     return (each * weight).sum() / weight.sum().clamp(min=1e-6)
-
-
-def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    scale = 1 / math.sqrt(shape[1])
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
-        scale /= 2
-    return torch.randn(shape, generator=generator) * scale

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import InvalidConfig
-from slipstream.models.dflash import save_dflash
 from slipstream.models.loading import LoadedModel
 from slipstream.train.data import Features, Text
-from slipstream.train.dflash import Network, labels, loss
+from slipstream.train.recipe import Network
 
 CHECKPOINT = "training.pt"
 HISTORY = "history.jsonl"
@@ -39,7 +38,6 @@ class Plan:
     warmup: float = 0.04
     clip: float = 1.0
     held_out: float = 0.1
-    d_pace: bool = False
     seed: int = 0
     report_every: int = 50
 
@@ -75,7 +73,7 @@ class Trainer:
         held = min(len(texts) - 1, math.ceil(plan.held_out * len(texts))) if plan.held_out else 0
         self.texts, self.held = list(texts[: len(texts) - held]), list(texts[len(texts) - held :])
         longest = max(len(t.tokens) for t in texts)
-        self._features = Features(loaded, network.config.taps, longest=longest + 16)
+        self._features = Features(loaded, network.needs, longest=longest + 16)
         self._device = loaded.model.device
         self._optimizer = torch.optim.AdamW(
             list(network.tensors.values()), lr=plan.lr, weight_decay=0.0, betas=(0.9, 0.95)
@@ -95,7 +93,7 @@ class Trainer:
                 self._report(float(np.mean(recent)), spent * (self.plan.steps - self.step))
                 self._save()
                 recent = []
-        save_dflash(self.out, self.network.config, self.exported())
+        self.network.save(self.out, self.exported())
 
     def exported(self) -> dict[str, Tensor]:
         """The weights in bfloat16, by checkpoint name."""
@@ -103,14 +101,11 @@ class Trainer:
 
     def acceptance(self, texts: Sequence[Text] | None = None, *, anchors: int = 64) -> Acceptance:
         """On held-out texts, or on those given; at most `anchors` evenly spread blocks of each."""
-        block = self.network.config.block_size
-        right, total = torch.zeros(block - 1), torch.zeros(block - 1)
+        right, total = torch.zeros(2, self.network.draft_len)
         for text in texts if texts is not None else self.held or self.texts:
             where = np.linspace(*_range(text), num=anchors, dtype=np.int64)
             at = torch.from_numpy(np.unique(where)).to(self._device)
-            with torch.no_grad():
-                logits, wanted, there = self._forward(text, at)
-            held = (logits.argmax(-1) == wanted) & there
+            held, there = self.network.agreement(*self._seen(text), at)
             right += held.cumprod(1).sum(0).cpu()
             total += there.sum(0).cpu()
         return Acceptance(tuple((right / total.clamp(min=1)).tolist()))
@@ -125,18 +120,16 @@ class Trainer:
             low, high = _range(self.texts[i])
             at = np.sort(rng.choice(np.arange(low, high + 1), self.plan.anchors))
             anchors = torch.from_numpy(at).to(self._device)
-            value = loss(*self._forward(self.texts[i], anchors), d_pace=self.plan.d_pace)
+            value = self.network.loss(*self._seen(self.texts[i]), anchors)
             (value / len(picked)).backward()  # type: ignore[no-untyped-call]
             total += float(value.detach())
         torch.nn.utils.clip_grad_norm_(list(self.network.tensors.values()), self.plan.clip)
         self._optimizer.step()
         return total / len(picked)
 
-    def _forward(self, text: Text, anchors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = torch.tensor(text.tokens, device=self._device)
-        features = self._features.of(text.tokens)
-        logits = self.network.logits(features, tokens, anchors)
-        return logits, *labels(tokens, anchors, self.network.config.block_size)
+    def _seen(self, text: Text) -> tuple[Tensor, Tensor]:
+        """A text's features and tokens."""
+        return self._features.of(text.tokens), torch.tensor(text.tokens, device=self._device)
 
     def _set_rate(self) -> None:
         warm = max(1, round(self.plan.warmup * self.plan.steps))
@@ -164,8 +157,14 @@ class Trainer:
 
     def _identity(self, target: str) -> dict[str, Any]:
         plan = asdict(self.plan) | {"report_every": None}
-        shapes = {name: list(shape) for name, shape in self.network.config.shapes.items()}
-        return {"plan": plan, "target": target, "shapes": shapes, "texts": len(self.texts)}
+        shapes = {name: list(shape) for name, shape in self.network.shapes.items()}
+        return {
+            "recipe": self.network.recipe,
+            "plan": plan,
+            "target": target,
+            "shapes": shapes,
+            "texts": len(self.texts),
+        }
 
     def _resume(self, target: str) -> None:
         self._mine = self._identity(target)
@@ -176,10 +175,13 @@ class Trainer:
         state = torch.load(file, map_location=self._device, weights_only=True)
         if state["identity"] != self._mine:
             raise InvalidConfig(
-                f"{file} is a checkpoint of another training (other plan, target, sizes or texts); "
+                f"{file} is a checkpoint of another training (other recipe, plan, target, sizes or "
+                "texts); "
                 "delete it or choose another folder."
             )
-        self.network.load(state["tensors"])
+        with torch.no_grad():
+            for name, own in self.network.tensors.items():
+                own.copy_(state["tensors"][name])
         self._optimizer.load_state_dict(state["optimizer"])
         self.step = int(state["step"])
         self._say(f"resumed at step {self.step}")

@@ -48,7 +48,7 @@ def test_the_drafter_carries_its_resolved_spec(text):
     [
         ("", ["''", *METHODS]),
         ("ngrm:3", ["'ngrm'", *METHODS]),
-        ("dflash:x:8", ["'dflash'", "draft_model"]),
+        ("eagle9:x:8", ["'eagle9'", "draft_model", "eagle3", "dflash"]),
         ("ngram:0", ["'0'", "1 to 32"]),
         ("ngram:33", ["'33'", "1 to 32"]),
         ("ngram:-1", ["'-1'", "1 to 32"]),

@@ -10,7 +10,7 @@ from slipstream.engine import LLM
 from slipstream.errors import InvalidConfig, ModelError
 from slipstream.models.dflash import load_dflash, save_dflash
 from slipstream.models.tiny import tiny_model
-from slipstream.train.dflash import Network, Shape, draft_config, spread
+from slipstream.train.dflash import DFlashNetwork, Shape, draft_config, spread
 
 LOADED = tiny_model("llama")
 TARGET = LOADED.model
@@ -18,7 +18,7 @@ TARGET = LOADED.model
 
 def made(folder, **shape):
     config = draft_config(LOADED.config, Shape(**{"taps": 2, **shape}), mask_token_id=319)
-    network = Network(config, TARGET, seed=1)
+    network = DFlashNetwork(config, TARGET, seed=1)
     save_dflash(folder, config, network.tensors)
     return config, network
 

@@ -15,7 +15,8 @@ from slipstream.errors import InvalidConfig
 from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.tiny import save_tiny, tiny_model
 from slipstream.train.data import Features, Text, own_answers, self_prompts
-from slipstream.train.dflash import Network, Shape, draft_config, labels, loss
+from slipstream.train.dflash import DFlashNetwork, Shape, block_loss, draft_config
+from slipstream.train.recipe import labels
 from slipstream.train.trainer import Plan, Trainer
 from slipstream.types import SamplingParams
 
@@ -25,9 +26,9 @@ GREEDY = SamplingParams(max_tokens=100, ignore_eos=True)
 PROMPT = list(range(20, 30))
 
 
-def network(*, seed=1, **shape) -> tuple[DFlashConfig, Network]:
+def network(*, seed=1, **shape) -> tuple[DFlashConfig, DFlashNetwork]:
     config = draft_config(LOADED.config, Shape(**{"taps": 2, **shape}), mask_token_id=319)
-    return config, Network(config, LOADED.model, seed=seed)
+    return config, DFlashNetwork(config, LOADED.model, seed=seed)
 
 
 class SeesLogits:
@@ -145,7 +146,7 @@ def test_losses():
     logits[0, 0, 6] = 30.0
     for d_pace in (False, True):
         logits.requires_grad_()
-        value = loss(logits, wanted, there, d_pace=d_pace)
+        value = block_loss(logits, wanted, there, d_pace=d_pace)
         (slope,) = torch.autograd.grad(value, logits)
         assert slope[1, 1:].abs().max() == 0  # what does not exist teaches nothing
         assert slope[0, 1].abs().sum() > slope[0, 2].abs().sum() > 0  # early masks count more

@@ -1,7 +1,7 @@
-"""DFlash keeps the target's tokens and law, and its cache holds what a fresh one would."""
+"""Trained drafters keep the target's tokens and law; their caches hold what fresh ones would."""
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -9,17 +9,22 @@ import torch
 from scipy import stats
 
 from slipstream.cache.pages import PageTable
-from slipstream.drafters import dflash, lanes
+from slipstream.drafters import dflash as drafters_dflash
+from slipstream.drafters import eagle3 as drafters_eagle3
+from slipstream.drafters import lanes
 from slipstream.engine import LLM
-from slipstream.models.dflash import save_dflash
+from slipstream.errors import ModelError
 from slipstream.models.tiny import tiny_model
 from slipstream.sampling.probs import shape_probs
 from slipstream.target.target import ForwardRow, Target
+from slipstream.train import dflash, eagle3
 from slipstream.train.data import Features, own_answers
-from slipstream.train.dflash import Network, Shape, draft_config
+from slipstream.train.dflash import DFlashNetwork
+from slipstream.train.eagle3 import Eagle3Network
 from slipstream.train.trainer import Plan, Trainer
-from slipstream.types import Dense, SamplingParams
+from slipstream.types import Dense, SamplingParams, Span
 from tests.exact.test_greedy_equality import TWISTS, answers, prompts
+from tests.helpers import StubRow
 
 torch.set_num_threads(1)
 PROMPT = list(range(20, 30))
@@ -27,31 +32,40 @@ PROMPT = list(range(20, 30))
 
 @functools.cache
 def loaded():
-    return tiny_model("qwen3")
+    return tiny_model("qwen3", layers=4)
 
 
-def network(seed=1, layers=2):
-    config = draft_config(loaded().config, Shape(layers=layers, taps=2), mask_token_id=319)
-    return Network(config, loaded().model, seed=seed)
+def network(method):
+    target = loaded().model
+    if method == "eagle3":
+        return Eagle3Network(eagle3.draft_config(target.config), target, steps=4, seed=1)
+    config = dflash.draft_config(target.config, dflash.Shape(layers=2, taps=2), mask_token_id=319)
+    return DFlashNetwork(config, target, seed=1)
+
+
+@pytest.fixture(scope="module", params=["dflash", "eagle3"])
+def method(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def untrained(tmp_path_factory):
+def untrained(method, tmp_path_factory):
     folder = tmp_path_factory.mktemp("untrained")
-    net = network()
-    save_dflash(folder, net.config, net.tensors)
-    return folder
+    net = network(method)
+    net.save(folder, net.tensors)
+    return f"{method}:{folder}"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(method, tmp_path_factory):
     """Knows the greedy answers to the prompts used here: often right, not always."""
     folder = tmp_path_factory.mktemp("trained")
     work = [PROMPT, *prompts(4)]
     texts = own_answers(LLM(loaded()), work, SamplingParams(max_tokens=24, ignore_eos=True))
-    plan = Plan(steps=150, texts=4, anchors=12, lr=3e-3, held_out=0, report_every=150)
-    Trainer(loaded(), network(), texts, plan, out=folder, say=lambda _: None).run()
-    return folder
+    steps = {"dflash": 150, "eagle3": 350}[method]
+    plan = Plan(steps=steps, texts=4, anchors=12, lr=4e-3, held_out=0, report_every=steps)
+    Trainer(loaded(), network(method), texts, plan, out=folder, say=lambda _: None).run()
+    return f"{method}:{folder}"
 
 
 @pytest.mark.parametrize("twist", TWISTS, ids=lambda t: next(iter(t), "plain"))
@@ -60,16 +74,16 @@ def test_greedy_tokens_are_those_of_plain_decoding(twist, users, trained, untrai
     llm = LLM(loaded())
     work, params = prompts(users), SamplingParams(max_tokens=20, **twist)
     expected, _ = answers(llm, work, params)
-    for folder in (trained, untrained):
+    for spec in (trained, untrained):
         for draft_len in (1, 3, 7):
-            found, done = answers(llm.fork(f"dflash:{folder}:{draft_len}"), work, params)
+            found, done = answers(llm.fork(f"{spec}:{draft_len}"), work, params)
             assert found == expected
             assert sum(r.drafted for c in done for r in c.records) > 0
     assert all(len(c.records) <= len(c.token_ids) for c in done)
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch(trained):
-    arm = LLM(loaded()).fork(f"dflash:{trained}:5")
+    arm = LLM(loaded()).fork(f"{trained}:5")
     params = SamplingParams(max_tokens=16, temperature=0.7, seed=4)
     alone = [arm.generate([p], params)[0].token_ids for p in prompts(6)]
     assert [c.token_ids for c in arm.generate(prompts(6), params)] == alone
@@ -104,7 +118,7 @@ def p_value(arm, rounds=4000):
 
 
 def test_sampling_keeps_the_target_law(trained):
-    assert p_value(LLM(loaded(), drafter=f"dflash:{trained}:2", max_users=64)) > 1e-6
+    assert p_value(LLM(loaded(), drafter=f"{trained}:2", max_users=64)) > 1e-6
 
 
 def test_a_law_that_was_not_drawn_from_fails(trained, monkeypatch):
@@ -115,31 +129,44 @@ def test_a_law_that_was_not_drawn_from_fails(trained, monkeypatch):
             object.__setattr__(draft, "law", Dense(flat))
         return draft
 
-    monkeypatch.setattr(dflash, "pack_lanes", lying)
-    assert p_value(LLM(loaded(), drafter=f"dflash:{trained}:2", max_users=64)) < 1e-9
+    for module in (drafters_dflash, drafters_eagle3):
+        monkeypatch.setattr(module, "pack_lanes", lying)
+    assert p_value(LLM(loaded(), drafter=f"{trained}:2", max_users=64)) < 1e-9
+
+
+@dataclass
+class Fresh(StubRow):
+    """A row with pages of its own."""
+
+    pages: tuple[int, ...] = tuple(range(11))
+
+
+def kept(drafter, pages, count):
+    """What a drafter's cache holds of the first `count` positions."""
+    positions = np.arange(count)
+    slots = np.asarray(pages)[positions // 16] * 16 + positions % 16
+    storages = [drafter.storage] if hasattr(drafter, "storage") else drafter.block.storage
+    return [storage[slots] for storage in storages]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_draft_cache_is_that_of_a_fresh_prefill(trained, temperature):
     """After rejections, preemption, and with pages taken over from other requests."""
-    arm = LLM(loaded(), drafter=f"dflash:{trained}:4", prefill_chunk=16, kv_tokens=176)
+    arm = LLM(loaded(), drafter=f"{trained}:4", prefill_chunk=16, kv_tokens=176)
+    probe = LLM(loaded(), drafter=f"{trained}:4", kv_tokens=176).drafter
     engine, drafter = arm.engine, arm.drafter
     features = Features(loaded(), drafter.needs, longest=200)
-    shared = PROMPT * 4
     params = SamplingParams(max_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
     checked = reused = rejected = 0
     for tail in ([3], [4, 5], [6]):
-        engine.submit([*shared, *tail], params)
+        engine.submit([*PROMPT * 4, *tail], params)
     while engine.has_work:
         outputs = engine.step()
         for row in engine.scheduler.running:
             count = row.computed
-            expected = drafter.weights.context(
-                features.of(row.tokens[:count]), torch.arange(count), count - 1
-            )
-            slots = drafter._slots(row.pages, np.arange(count))
-            for storage, fresh in zip(drafter.block.storage, expected, strict=True):
-                torch.testing.assert_close(storage[slots], fresh, atol=2e-4, rtol=1e-3)
+            probe.absorb([Span(Fresh(row.tokens), 0, features.of(row.tokens[:count]))])
+            found, expected = kept(drafter, row.pages, count), kept(probe, Fresh.pages, count)
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
             checked += 1
         for output in outputs:
             if output.completion:
@@ -149,3 +176,17 @@ def test_the_draft_cache_is_that_of_a_fresh_prefill(trained, temperature):
     assert reused > 0
     assert rejected > 0
     assert engine.scheduler.preemptions > 0
+
+
+def test_an_answer_as_long_as_the_context_ends(trained):
+    arm = LLM(tiny_like(24), drafter=f"{trained}:4")
+    with pytest.raises(ModelError, match="made for another target"):
+        LLM(tiny_model("llama", hidden_size=96), drafter=f"{trained}:4")
+    (done,) = arm.generate([PROMPT], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert len(done.token_ids) == 14
+    assert done.finish_reason.value == "length"
+
+
+def tiny_like(context):
+    """The same weights under a shorter limit."""
+    return tiny_model("qwen3", layers=4, max_position_embeddings=context)

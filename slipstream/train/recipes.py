@@ -1,0 +1,47 @@
+"""The recipes there are, by the name of the drafter they train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.errors import InvalidConfig
+from slipstream.models.dense import Model
+from slipstream.train import dflash, eagle3
+from slipstream.train.recipe import Network
+
+RECIPES = ("dflash", "eagle3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What may be chosen of a drafter's size; a recipe takes what it knows. `draft_len`: tokens it
+    is trained to draft. `d_pace`: D-PACE weights of the block loss. `mask_token_id`: a token that
+    text never holds.
+    """
+
+    draft_len: int
+    layers: int = 1
+    taps: int = 3
+    intermediate_size: int | None = None
+    d_pace: bool = False
+    mask_token_id: int
+
+
+def make(recipe: str, target: Model, shape: Shape, *, seed: int) -> Network:
+    """A network of random weights, ready to be trained.
+
+    Raises `InvalidConfig` for an unknown recipe and for sizes that do not fit the target.
+    """
+    if recipe == "eagle3":
+        own = eagle3.draft_config(target.config, intermediate_size=shape.intermediate_size)
+        return eagle3.Eagle3Network(own, target, steps=shape.draft_len, seed=seed)
+    if recipe == "dflash":
+        sizes = dflash.Shape(
+            layers=shape.layers,
+            intermediate_size=shape.intermediate_size,
+            block_size=shape.draft_len + 1,
+            taps=shape.taps,
+        )
+        config = dflash.draft_config(target.config, sizes, mask_token_id=shape.mask_token_id)
+        return dflash.DFlashNetwork(config, target, seed=seed, d_pace=shape.d_pace)
+    raise InvalidConfig(f"recipe is {recipe!r}; choose one of {', '.join(RECIPES)}.")
