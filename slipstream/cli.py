@@ -49,9 +49,7 @@ def generate(
     ),
     drafter: Annotated[
         str,
-        typer.Option(
-            help="none, ngram:3, suffix, draft_model:PATH:4, dflash:PATH:7, eagle3:PATH:4."
-        ),
+        typer.Option(help="none, ngram:3, suffix, or {draft_model,mtp,eagle3,dflash}:PATH:4."),
     ] = "none",
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -227,7 +225,7 @@ def cost(
 
 @app.command(epilog="Example: `slipstream train dflash --prompts prompts.jsonl --out my_drafter`")
 def train(
-    recipe: Annotated[str, typer.Argument(help="dflash or eagle3.")],
+    recipe: Annotated[str, typer.Argument(help="mtp, eagle3 or dflash.")],
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint; a stopped run resumes.")],
     target: Annotated[str, typer.Option(help="Model to draft for.")] = "smollm2-135m",
     prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the target's own.")] = None,

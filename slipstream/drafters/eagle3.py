@@ -1,175 +1,19 @@
-"""EAGLE-3: one small layer drafts token by token from target features and its own output.
-
-Source: arXiv 2503.01840 (see `models.eagle3`). Keys and values lie at the target's slots. The pass
-over newly committed tokens gives the first draft token's state; entries of later draft tokens are
-overwritten when features of what was committed come.
-"""
+"""EAGLE-3 (arXiv 2503.01840): see `drafters.chain` and `models.eagle3`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from slipstream.drafters.lanes import Lane, choose, law_for, pack_lanes
+from slipstream.drafters.chain import ChainDrafter, chain
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
-from slipstream.models.eagle3 import Eagle3, load_eagle3
-from slipstream.target.batch import Placed, lay_out, place
-from slipstream.types import Draft, IntArray, Row, Span, Verdict
+from slipstream.models.eagle3 import load_eagle3
 
 
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """The layer's output at a row's last position with features; `tokens` the row's length then."""
-
-    tokens: int
-    state: Tensor
-
-
-class Eagle3Drafter:
-    """Drafts up to `draft_len` tokens one after the other, all rows together.
-
-    `slots`: positions of the target's cache, in pages of `page_size`. A row past the drafter's own
-    context drafts nothing.
-    """
-
-    shifted = True
-
-    def __init__(
-        self,
-        weights: Eagle3,
-        draft_len: int,
-        *,
-        slots: int,
-        page_size: int,
-        vocab_size: int,
-        name: str,
-    ) -> None:
-        self.name, self.max_draft_len = name, draft_len
-        self.needs = weights.config.taps
-        self.weights = weights
-        self._page_size, self._vocab_size = page_size, vocab_size
-        c, embedding = weights.config.model, weights.embedding
-        # Room behind the end, as in `target.target`: rows at equal strides are viewed past it.
-        self.storage = torch.zeros(
-            slots + c.max_context,
-            2 * c.num_kv_heads,
-            c.head_dim,
-            dtype=embedding.dtype,
-            device=embedding.device,
-        )
-        self._ready: dict[int, _Ready] = {}
-
-    @torch.inference_mode()
-    def absorb(self, spans: Sequence[Span]) -> None:
-        """One pass over newly committed tokens, each with the token after it."""
-        limit = self.weights.config.model.max_context
-        spans = [s for s in spans if s.start + len(s.features) <= limit]
-        if not spans:
-            return
-        tokens = [s.row.tokens[s.start + 1 : s.start + 1 + len(s.features)] for s in spans]
-        states = self._run(
-            [(s.row, s.start) for s in spans],
-            tokens,
-            self.weights.fused(torch.cat([s.features for s in spans])),
-        )
-        at = 0
-        for span in spans:
-            at += len(span.features)
-            reached = span.start + 1 + len(span.features)
-            self._ready[span.row.request_id] = _Ready(reached, states[at - 1])
-
-    def open(self, rows: Sequence[Row]) -> None:
-        """Nothing: the prompt was absorbed chunk by chunk."""
-
-    @torch.inference_mode()
-    def draft(self, rows: Sequence[Row], draft_lens: IntArray) -> Draft:
-        """Token by token; each further one takes a pass over one position a row."""
-        lanes = []
-        limit = self.weights.config.model.max_context
-        for i, (row, wanted) in enumerate(zip(rows, draft_lens.tolist(), strict=True)):
-            ready = self._ready.get(row.request_id)
-            width = min(wanted, self.max_draft_len, limit - len(row.tokens))
-            if width > 0 and ready is not None and ready.tokens == len(row.tokens):
-                lanes.append(Lane(index=i, row=row, width=width))
-        if not lanes:
-            return Draft.empty(len(rows))
-        made = list(lanes)
-        device = self.weights.embedding.device
-        law = law_for(lanes, rows=len(rows), vocab=self._vocab_size, device=device)
-        states = torch.stack([self._ready[lane.row.request_id].state for lane in lanes])
-        while True:
-            before = lanes
-            lanes = choose(before, self.weights.logits(states, self._vocab_size), law)
-            kept = [i for i, lane in enumerate(before) if lane in lanes]
-            going = [i for i in kept if len(before[i].chosen) < before[i].width]
-            if not going:
-                return pack_lanes(made, law, rows=len(rows))
-            lanes = [before[i] for i in going]
-            states = self._run(
-                [(lane.row, len(lane.row.tokens) + len(lane.chosen) - 2) for lane in lanes],
-                [lane.chosen[-1:] for lane in lanes],
-                self.weights.recycled(states[going]),
-            )
-
-    def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
-        """Nothing: what was committed was absorbed."""
-
-    def close(self, request_ids: Sequence[int]) -> None:
-        """Drop the requests' states; what is in the cache belongs to pages."""
-        for request_id in request_ids:
-            self._ready.pop(request_id, None)
-
-    def reset(self) -> None:
-        """Nothing is kept across requests but with the target's own pages."""
-
-    def _run(
-        self, where: Sequence[tuple[Row, int]], tokens: Sequence[Sequence[int]], states: Tensor
-    ) -> Tensor:
-        """The layer over `tokens[i]` of each row from position `where[i][1]` on, in that order."""
-        w = self.weights
-        placed: list[Placed] = [
-            place(i, len(own), start, row.pages, self._page_size)
-            for i, ((row, start), own) in enumerate(zip(where, tokens, strict=True))
-        ]
-        device = states.device
-        flat = lay_out(placed, w.config.model, states.dtype, device)
-        firsts = [0]
-        for own in tokens:
-            firsts.append(firsts[-1] + len(own))
-        source = torch.tensor(
-            [firsts[p.order] + j for p in flat.rows for j in range(p.length)], device=device
-        )
-        ids = torch.tensor([t for own in tokens for t in own], device=device)
-        at = torch.from_numpy(flat.positions).to(device)
-        found = w.layer(
-            ids[source],
-            states[source],
-            w.rope.rows(at, int(flat.positions.max())),
-            storage=self.storage,
-            slots=flat.slots,
-            segments=flat.plans[flat.plan_of[0]],
-        )
-        back = torch.empty_like(found)
-        back[source] = found
-        return back
-
-
-def create(spec: DrafterSpec, context: DrafterContext) -> Eagle3Drafter:
+def create(spec: DrafterSpec, context: DrafterContext) -> ChainDrafter:
     """The drafter of a spec `eagle3:PATH:draft_len`.
 
     Raises `ModelError` for a checkpoint that does not fit the target.
     """
     if spec.path is None:
         raise ValueError(f"{spec} has no path")  # parse() never lets one through
-    return Eagle3Drafter(
-        load_eagle3(Path(spec.path).expanduser(), context.target.model),
-        spec.draft_len,
-        slots=context.pages * context.page_size,
-        page_size=context.page_size,
-        vocab_size=context.vocab_size,
-        name=str(spec),
-    )
+    return chain(load_eagle3(Path(spec.path).expanduser(), context.target.model), spec, context)

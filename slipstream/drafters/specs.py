@@ -98,6 +98,12 @@ METHODS: dict[str, Method] = {
             takes_path=True,
         ),
         Method(
+            name="mtp",
+            factory="slipstream.drafters.mtp:create",
+            draft_len=2,
+            takes_path=True,
+        ),
+        Method(
             name="eagle3",
             factory="slipstream.drafters.eagle3:create",
             draft_len=4,

@@ -107,9 +107,13 @@ def build_from_memory(
 def check_tensors(
     shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, *, source: str
 ) -> None:
-    """Raise `ModelError` naming the first tensor that does not fit the config."""
+    """Raise `ModelError` naming the first tensor that does not fit the config.
+
+    An MTP head in the target's own checkpoint is left for `models.mtp` to read.
+    """
+    heads = (f"model.layers.{config.num_layers}.", "mtp.")
     compare_tensors(
-        shapes,
+        {name: shape for name, shape in shapes.items() if not name.startswith(heads)},
         expected_shapes(config),
         source=source,
         what=f"a {config.family} model",

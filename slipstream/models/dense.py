@@ -97,7 +97,7 @@ def build(
     return Model(
         config,
         embedding=embedding,
-        layers=[_layer(config, i, get) for i in range(config.num_layers)],
+        layers=[build_layer(config, i, get) for i in range(config.num_layers)],
         norm=_norm(get("model.norm.weight"), config),
         head=head or pack(embedding if config.tied else get("lm_head.weight")),
     )
@@ -139,7 +139,8 @@ def _norm(weight: Tensor, config: ModelConfig) -> Norm:
     return Norm(weight, torch.cat((weight, weight)), config.norm_eps)
 
 
-def _layer(config: ModelConfig, index: int, get: Callable[[str], Tensor]) -> Layer:
+def build_layer(config: ModelConfig, index: int, get: Callable[[str], Tensor]) -> Layer:
+    """One layer from checkpoint tensors; `get` as for `build`."""
     c, prefix = config, f"model.layers.{index}."
 
     def stacked(names: Sequence[str], kind: str) -> list[Tensor]:

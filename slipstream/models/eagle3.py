@@ -100,6 +100,16 @@ class Eagle3:
     ids: Tensor | None
     rope: RopeTable
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """`hs[i]` indices of the features."""
+        return self.config.taps
+
+    @property
+    def sizes(self) -> ModelConfig:
+        """Heads, widths and context of the layer."""
+        return self.config.model
+
     def fused(self, features: Tensor) -> Tensor:
         """[tokens, taps, hidden] -> [tokens, hidden]."""
         flat = features.flatten(1)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from slipstream.errors import InvalidConfig
 from slipstream.models.dense import Model
-from slipstream.train import dflash, eagle3
+from slipstream.models.mtp import head_config
+from slipstream.train import dflash, eagle3, mtp
 from slipstream.train.recipe import Network
 
-RECIPES = ("dflash", "eagle3")
+RECIPES = ("mtp", "eagle3", "dflash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,9 @@ def make(recipe: str, target: Model, shape: Shape, *, seed: int) -> Network:
     if recipe == "eagle3":
         own = eagle3.draft_config(target.config, intermediate_size=shape.intermediate_size)
         return eagle3.Eagle3Network(own, target, steps=shape.draft_len, seed=seed)
+    if recipe == "mtp":
+        head = head_config(target.config, intermediate_size=shape.intermediate_size)
+        return mtp.MtpNetwork(head, target, steps=shape.draft_len, seed=seed)
     if recipe == "dflash":
         sizes = dflash.Shape(
             layers=shape.layers,

@@ -9,11 +9,12 @@ import torch
 from scipy import stats
 
 from slipstream.cache.pages import PageTable
+from slipstream.drafters import chain as drafters_chain
 from slipstream.drafters import dflash as drafters_dflash
-from slipstream.drafters import eagle3 as drafters_eagle3
 from slipstream.drafters import lanes
 from slipstream.engine import LLM
 from slipstream.errors import ModelError
+from slipstream.models.mtp import head_config
 from slipstream.models.tiny import tiny_model
 from slipstream.sampling.probs import shape_probs
 from slipstream.target.target import ForwardRow, Target
@@ -21,6 +22,7 @@ from slipstream.train import dflash, eagle3
 from slipstream.train.data import Features, own_answers
 from slipstream.train.dflash import DFlashNetwork
 from slipstream.train.eagle3 import Eagle3Network
+from slipstream.train.mtp import MtpNetwork
 from slipstream.train.trainer import Plan, Trainer
 from slipstream.types import Dense, SamplingParams, Span
 from tests.exact.test_greedy_equality import TWISTS, answers, prompts
@@ -39,11 +41,13 @@ def network(method):
     target = loaded().model
     if method == "eagle3":
         return Eagle3Network(eagle3.draft_config(target.config), target, steps=4, seed=1)
+    if method == "mtp":
+        return MtpNetwork(head_config(target.config), target, steps=4, seed=1)
     config = dflash.draft_config(target.config, dflash.Shape(layers=2, taps=2), mask_token_id=319)
     return DFlashNetwork(config, target, seed=1)
 
 
-@pytest.fixture(scope="module", params=["dflash", "eagle3"])
+@pytest.fixture(scope="module", params=["mtp", "eagle3", "dflash"])
 def method(request):
     return request.param
 
@@ -62,7 +66,7 @@ def trained(method, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     work = [PROMPT, *prompts(4)]
     texts = own_answers(LLM(loaded()), work, SamplingParams(max_tokens=24, ignore_eos=True))
-    steps = {"dflash": 150, "eagle3": 350}[method]
+    steps = {"mtp": 150, "dflash": 150, "eagle3": 350}[method]
     plan = Plan(steps=steps, texts=4, anchors=12, lr=4e-3, held_out=0, report_every=steps)
     Trainer(loaded(), network(method), texts, plan, out=folder, say=lambda _: None).run()
     return f"{method}:{folder}"
@@ -129,7 +133,7 @@ def test_a_law_that_was_not_drawn_from_fails(trained, monkeypatch):
             object.__setattr__(draft, "law", Dense(flat))
         return draft
 
-    for module in (drafters_dflash, drafters_eagle3):
+    for module in (drafters_dflash, drafters_chain):
         monkeypatch.setattr(module, "pack_lanes", lying)
     assert p_value(LLM(loaded(), drafter=f"{trained}:2", max_users=64)) < 1e-9
 

@@ -1,0 +1,62 @@
+"""The MTP recipe: several recursive steps of one head, cross-entropy on the target's own tokens.
+
+Source: FastMTP as the speculators library trains it: steps weighted by 0.6 to the s-th.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slipstream.models.dense import Model
+from slipstream.models.mtp import MtpConfig, save_mtp
+from slipstream.train.chain import ChainNetwork
+from slipstream.train.recipe import labels
+
+_DECAY = 0.6
+
+
+class MtpNetwork(ChainNetwork):
+    """One decoder layer behind the target's last; what is fed back has gone through its norm."""
+
+    recipe = "mtp"
+
+    def __init__(self, config: MtpConfig, target: Model, *, steps: int, seed: int) -> None:
+        super().__init__(
+            config.model, config.shapes, target, prefix=config.prefix, draft_len=steps, seed=seed
+        )
+        self.config = config
+        self.needs: tuple[int, ...] = (config.depth,)
+
+    def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the checkpoint."""
+        save_mtp(folder, self.config, tensors)
+
+    def start(self, features: Tensor) -> Tensor:
+        """The target's last states after its final norm."""
+        norm, x = self.target.norm, features[:, 0].float()
+        return torch.rms_norm(x, [x.shape[-1]], norm.weight.float(), norm.eps)
+
+    def enter(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Token and state are joined to a stream of the layer's own."""
+        prefix = self.config.prefix
+        both = (self.norm(embedded, f"{prefix}enorm"), self.norm(states, f"{prefix}hnorm"))
+        x = torch.cat(both, 1) @ self.get(f"{prefix}eh_proj").t()
+        return x, self.norm(x, f"{prefix}input_layernorm")
+
+    def out(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The normed output, for both."""
+        normed = self.norm(x, f"{self.config.prefix}shared_head.norm")
+        return normed, normed
+
+    def loss(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+        """Weighted mean over anchors and steps; see the module."""
+        wanted, there = labels(tokens, anchors, self.draft_len + 1)
+        said = self.logits(features, tokens, anchors)
+        each = F.cross_entropy(said.flatten(0, 1), wanted.flatten(), reduction="none")
+        weight = _DECAY ** torch.arange(self.draft_len, device=anchors.device) * there
+        return (each.view(wanted.shape) * weight).sum() / weight.sum().clamp(min=1e-6)
