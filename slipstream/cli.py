@@ -49,7 +49,7 @@ def generate(
     ),
     drafter: Annotated[
         str,
-        typer.Option(help="none, ngram:3, suffix, or {draft_model,mtp,eagle3,dflash}:PATH:4."),
+        typer.Option(help="none, ngram:3, suffix, or METHOD:PATH:4 (draft_model, dflash, ...)."),
     ] = "none",
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -225,7 +225,7 @@ def cost(
 
 @app.command(epilog="Example: `slipstream train dflash --prompts prompts.jsonl --out my_drafter`")
 def train(
-    recipe: Annotated[str, typer.Argument(help="mtp, eagle3 or dflash.")],
+    recipe: Annotated[str, typer.Argument(help="mtp, eagle3, dflash or dspark.")],
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint; a stopped run resumes.")],
     target: Annotated[str, typer.Option(help="Model to draft for.")] = "smollm2-135m",
     prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the target's own.")] = None,
@@ -239,6 +239,8 @@ def train(
     taps: Annotated[int, typer.Option(help="Target layers read (dflash).")] = 3,
     inner: Annotated[int | None, typer.Option(help="MLP width; default: the target's.")] = None,
     d_pace: Annotated[bool, typer.Option(help="D-PACE weights (dflash).")] = False,
+    markov: Annotated[str, typer.Option(help="vanilla, gated or rnn (dspark).")] = "vanilla",
+    rank: Annotated[int, typer.Option(help="Of the Markov head (dspark).")] = 64,
     seed: Annotated[int, typer.Option(help="Of weights, data and anchors.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
 ) -> None:
@@ -264,6 +266,8 @@ def train(
         taps=taps,
         intermediate_size=inner,
         d_pace=d_pace,
+        markov=markov,
+        rank=rank,
         mask_token_id=0,  # chosen when the target is there
     )
     plan = Plan(steps=steps, lr=lr, seed=seed)

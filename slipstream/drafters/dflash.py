@@ -18,8 +18,8 @@ from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.errors import InvalidConfig
 from slipstream.models.dflash import DFlash, load_dflash
 from slipstream.models.loading import LoadedModel
-from slipstream.target.target import ForwardRow, Target
-from slipstream.types import Draft, IntArray, Row, Span, Verdict
+from slipstream.target.target import ForwardOutput, ForwardRow, Target
+from slipstream.types import Dense, Draft, IntArray, OneHot, Row, Span, Verdict
 
 
 class DFlashDrafter:
@@ -39,7 +39,14 @@ class DFlashDrafter:
         self.weights = weights
         self._page_size = page_size
         loaded = LoadedModel(weights.model, None, name, Path(), "")
-        self.block = Target(loaded, num_pages=pages, page_size=page_size, blocks=True)
+        # The output of the last draft layer is for heads of descendants.
+        self.block = Target(
+            loaded,
+            num_pages=pages,
+            page_size=page_size,
+            taps=(weights.model.config.num_layers,),
+            blocks=True,
+        )
 
     @torch.inference_mode()
     def absorb(self, spans: Sequence[Span]) -> None:
@@ -69,35 +76,48 @@ class DFlashDrafter:
     @torch.inference_mode()
     def draft(self, rows: Sequence[Row], draft_lens: IntArray) -> Draft:
         """One pass over [anchor, mask, ...] of every row that drafts."""
+        lanes = self._lanes(rows, draft_lens)
+        if not lanes:
+            return Draft.empty(len(rows))
+        out = self._pass(lanes)
+        law = law_for(lanes, rows=len(rows), vocab=out.logits.shape[-1], device=out.logits.device)
+        self._choose(lanes, out, law)
+        return pack_lanes(lanes, law, rows=len(rows))
+
+    def _lanes(self, rows: Sequence[Row], draft_lens: IntArray) -> list[Lane]:
         limit = self.weights.model.config.max_context
         lanes = []
         for i, (row, wanted) in enumerate(zip(rows, draft_lens.tolist(), strict=True)):
             width = min(wanted, self.max_draft_len, limit - len(row.tokens))
             if width > 0:
                 lanes.append(Lane(index=i, row=row, width=width))
-        if not lanes:
-            return Draft.empty(len(rows))
+        return lanes
+
+    def _pass(self, lanes: Sequence[Lane]) -> ForwardOutput:
+        """The block of every lane; logits of all its rows, [lanes * reach, vocab]."""
         masks = [self.weights.config.mask_token_id] * (self.reach - 1)
-        logits = self.block.forward(
+        return self.block.forward(
             [
                 ForwardRow(
                     [lane.row.tokens[-1], *masks],
                     len(lane.row.tokens) - 1,
                     lane.row.pages,
-                    len(masks),
+                    self.reach,
                 )
                 for lane in lanes
             ]
-        ).logits
-        law = law_for(lanes, rows=len(rows), vocab=logits.shape[-1], device=logits.device)
-        going = [(lane, i * len(masks)) for i, lane in enumerate(lanes)]
+        )
+
+    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: OneHot | Dense) -> None:
+        """Fill the lanes: draft token i is what mask row i + 1 says about its own position."""
+        going = [(lane, i * self.reach + 1) for i, lane in enumerate(lanes)]
         for i in range(max(lane.width for lane in lanes)):
             going = [(lane, at) for lane, at in going if lane.width > i]
-            alive = choose([lane for lane, _ in going], logits[[at + i for _, at in going]], law)
+            logits = out.logits[[at + i for _, at in going]]
+            alive = choose([lane for lane, _ in going], logits, law)
             going = [(lane, at) for lane, at in going if lane in alive]
             if not going:
                 break
-        return pack_lanes(lanes, law, rows=len(rows))
 
     def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
         """Nothing: what was committed was absorbed."""

@@ -115,6 +115,13 @@ METHODS: dict[str, Method] = {
             draft_len=7,
             takes_path=True,
         ),
+        Method(
+            name="dspark",
+            factory="slipstream.drafters.dspark:create",
+            draft_len=7,
+            takes_path=True,
+            options=(Option("stop", 0.0, 0.0, 1.0),),
+        ),
     )
 }
 

@@ -98,15 +98,23 @@ def read_dflash_config(folder: Path) -> DFlashConfig:
             f"{folder} is no DFlash drafter: its config's architectures are "
             f"{hf.get('architectures')!r}, {ARCHITECTURE!r} is needed."
         )
-    own = hf.get("dflash_config") or {}
+    return config_from(hf, folder, least=2)
+
+
+def config_from(hf: dict[str, Any], folder: Path, *, least: int) -> DFlashConfig:
+    """The keys that DFlash and its descendants share; blocks have at least `least` rows.
+
+    Raises `ModelError` for missing or unsupported values.
+    """
+    own = {**(hf.get("dflash_config") or {}), **(hf.get("dspark_config") or {})}
     layers = own.get("target_layer_ids", hf.get("target_layer_ids"))
     mask = own.get("mask_token_id", hf.get("mask_token_id"))
     block = hf.get("block_size", own.get("block_size"))
     for name, value in (("target_layer_ids", layers), ("mask_token_id", mask)):
         if value is None:
             raise ModelError(f"{folder} has no dflash_config.{name} in its config; it is needed.")
-    if not isinstance(block, int) or not 2 <= block <= 33:
-        raise ModelError(f"{folder} has block_size = {block!r}; allowed: 2 to 33.")
+    if not isinstance(block, int) or not least <= block <= 33:
+        raise ModelError(f"{folder} has block_size = {block!r}; allowed: {least} to 33.")
     model = from_hf({**hf, "tie_word_embeddings": False}, source=str(folder))
     causal = hf.get("is_causal", own.get("causal"))
     if causal or (causal is False and any(w is not None for w in model.windows)):
@@ -120,9 +128,9 @@ def read_dflash_config(folder: Path) -> DFlashConfig:
 def load_dflash(folder: Path, target: Model) -> DFlash:
     """Read a checkpoint for a target. Raises `ModelError` naming what does not fit."""
     config = read_dflash_config(folder)
-    _check_target(config, target.config, folder)
+    check_target(config, target.config, folder)
     with opened(folder) as handles:
-        names = {_plain(name): name for name in handles}
+        names = {plain_name(name): name for name in handles}
         shapes = {n: tuple(handles[o].get_slice(o).get_shape()) for n, o in names.items()}
         compare_tensors(shapes, config.shapes, source=str(folder), what="a DFlash drafter")
 
@@ -177,14 +185,16 @@ def save_dflash(folder: Path, config: DFlashConfig, tensors: Mapping[str, Tensor
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A tensor's name without what some publishers put before it."""
     for prefix, plain in _ALIASES.items():
         if name.startswith(prefix):
             name = plain + name.removeprefix(prefix)
     return name
 
 
-def _check_target(config: DFlashConfig, target: ModelConfig, folder: Path) -> None:
+def check_target(config: DFlashConfig, target: ModelConfig, folder: Path) -> None:
+    """Raise `ModelError` where a drafter was made for another target."""
     for what, own, theirs in (
         ("hidden_size", config.model.hidden_size, target.hidden_size),
         ("vocab_size", config.model.vocab_size, target.vocab_size),

@@ -86,23 +86,30 @@ class DFlashNetwork:
     recipe = "dflash"
 
     def __init__(
-        self, config: DFlashConfig, target: Model, *, seed: int, d_pace: bool = False
+        self,
+        config: DFlashConfig,
+        target: Model,
+        *,
+        seed: int,
+        d_pace: bool = False,
+        shapes: dict[str, tuple[int, ...]] | None = None,
     ) -> None:
         if target.head.packed:
             raise InvalidConfig("Training needs the target in float32 on a CPU, or on a GPU.")
         self.config, self._target, self._d_pace = config, target, d_pace
         self.needs, self.draft_len = config.taps, config.block_size - 1
+        self._shapes = shapes or config.shapes
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {
             name: initial(name, shape, generator).to(target.device).requires_grad_()
-            for name, shape in config.shapes.items()
+            for name, shape in self.shapes.items()
         }
         self._rope = RopeTable(config.model, dtype=torch.float32, device=target.device)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor."""
-        return self.config.shapes
+        return self._shapes
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the checkpoint."""
@@ -126,17 +133,25 @@ class DFlashNetwork:
 
         `features` [tokens, taps, hidden] and `tokens` int64 of one text; `anchors` int64 positions.
         """
+        return self.head(self.hidden(features, tokens, anchors)[:, 1:])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The target's logits of normed draft states."""
+        return hidden @ self._target.head.weight.float().t()
+
+    def hidden(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+        """Normed outputs of every row of every block: [anchors, block, hidden]."""
         c, block, count = self.config.model, self.config.block_size, len(anchors)
         ids = torch.full((count, block), self.config.mask_token_id, device=tokens.device)
         ids[:, 0] = tokens[anchors]
         at = (anchors[:, None] + torch.arange(block, device=tokens.device)).flatten()
         x = F.embedding(ids.flatten(), self._target.embedding).float()
+        features = features[:, : len(self.config.taps)]
         context = self._norm(features.flatten(1).float() @ self.tensors["fc.weight"].t(), "hidden_")
         seen = self._seen(len(tokens), anchors)
         for i in range(c.num_layers):
             x = self._layer(i, x, at, context, seen)
-        kept = self._norm(x, "").view(count, block, -1)[:, 1:]
-        return kept @ self._target.head.weight.float().t()
+        return self._norm(x, "").view(count, block, -1)
 
     def _seen(self, length: int, anchors: Tensor) -> Tensor:
         """Bool [blocks * block, text + blocks * block]: who sees whom."""

@@ -51,7 +51,9 @@ def labels(tokens: Tensor, anchors: Tensor, block: int) -> tuple[Tensor, Tensor]
 
 
 def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """First values: norms of ones, products scaled to keep the size of what goes through them."""
+    """First values: norms of ones, biases of zeros, products that keep sizes about as they are."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
     if len(shape) == 1:
         return torch.ones(shape)
     scale = 1 / math.sqrt(shape[1])

@@ -6,18 +6,19 @@ from dataclasses import dataclass
 
 from slipstream.errors import InvalidConfig
 from slipstream.models.dense import Model
+from slipstream.models.dspark import MARKOV, DSparkConfig
 from slipstream.models.mtp import head_config
-from slipstream.train import dflash, eagle3, mtp
+from slipstream.train import dflash, dspark, eagle3, mtp
 from slipstream.train.recipe import Network
 
-RECIPES = ("mtp", "eagle3", "dflash")
+RECIPES = ("mtp", "eagle3", "dflash", "dspark")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What may be chosen of a drafter's size; a recipe takes what it knows. `draft_len`: tokens it
-    is trained to draft. `d_pace`: D-PACE weights of the block loss. `mask_token_id`: a token that
-    text never holds.
+    is trained to draft. `d_pace`: D-PACE weights of the block loss. `markov`, `rank`: of DSpark's
+    Markov head. `mask_token_id`: a token that text never holds.
     """
 
     draft_len: int
@@ -25,6 +26,8 @@ class Shape:
     taps: int = 3
     intermediate_size: int | None = None
     d_pace: bool = False
+    markov: str = "vanilla"
+    rank: int = 64
     mask_token_id: int
 
 
@@ -39,13 +42,23 @@ def make(recipe: str, target: Model, shape: Shape, *, seed: int) -> Network:
     if recipe == "mtp":
         head = head_config(target.config, intermediate_size=shape.intermediate_size)
         return mtp.MtpNetwork(head, target, steps=shape.draft_len, seed=seed)
-    if recipe == "dflash":
+    if recipe in ("dflash", "dspark"):
+        # DSpark drafts from the anchor's row too.
+        rows = shape.draft_len + (recipe == "dflash")
         sizes = dflash.Shape(
             layers=shape.layers,
             intermediate_size=shape.intermediate_size,
-            block_size=shape.draft_len + 1,
+            block_size=rows,
             taps=shape.taps,
         )
         config = dflash.draft_config(target.config, sizes, mask_token_id=shape.mask_token_id)
+        if recipe == "dspark":
+            if shape.markov not in MARKOV or shape.rank < 1:
+                raise InvalidConfig(
+                    f"markov is {shape.markov!r} of rank {shape.rank}; choose one of "
+                    f"{', '.join(MARKOV)}, of rank 1 or more."
+                )
+            spark = DSparkConfig(config, shape.markov, shape.rank)
+            return dspark.DSparkNetwork(spark, target, seed=seed)
         return dflash.DFlashNetwork(config, target, seed=seed, d_pace=shape.d_pace)
     raise InvalidConfig(f"recipe is {recipe!r}; choose one of {', '.join(RECIPES)}.")

@@ -14,6 +14,7 @@ from slipstream.drafters import dflash as drafters_dflash
 from slipstream.drafters import lanes
 from slipstream.engine import LLM
 from slipstream.errors import ModelError
+from slipstream.models.dspark import DSparkConfig
 from slipstream.models.mtp import head_config
 from slipstream.models.tiny import tiny_model
 from slipstream.sampling.probs import shape_probs
@@ -21,6 +22,7 @@ from slipstream.target.target import ForwardRow, Target
 from slipstream.train import dflash, eagle3
 from slipstream.train.data import Features, own_answers
 from slipstream.train.dflash import DFlashNetwork
+from slipstream.train.dspark import DSparkNetwork
 from slipstream.train.eagle3 import Eagle3Network
 from slipstream.train.mtp import MtpNetwork
 from slipstream.train.trainer import Plan, Trainer
@@ -44,10 +46,12 @@ def network(method):
     if method == "mtp":
         return MtpNetwork(head_config(target.config), target, steps=4, seed=1)
     config = dflash.draft_config(target.config, dflash.Shape(layers=2, taps=2), mask_token_id=319)
+    if method == "dspark":
+        return DSparkNetwork(DSparkConfig(config, "gated", rank=16), target, seed=1)
     return DFlashNetwork(config, target, seed=1)
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3", "dflash"])
+@pytest.fixture(scope="module", params=["mtp", "eagle3", "dflash", "dspark"])
 def method(request):
     return request.param
 
@@ -66,7 +70,7 @@ def trained(method, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     work = [PROMPT, *prompts(4)]
     texts = own_answers(LLM(loaded()), work, SamplingParams(max_tokens=24, ignore_eos=True))
-    steps = {"mtp": 150, "dflash": 150, "eagle3": 350}[method]
+    steps = 350 if method == "eagle3" else 150
     plan = Plan(steps=steps, texts=4, anchors=12, lr=4e-3, held_out=0, report_every=steps)
     Trainer(loaded(), network(method), texts, plan, out=folder, say=lambda _: None).run()
     return f"{method}:{folder}"

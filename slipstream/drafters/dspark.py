@@ -1,0 +1,91 @@
+"""DSpark: DFlash's pass, then a walk in which each token's logits get a bias from the one before.
+
+Source: DeepSeek's DSpark (see `models.dspark`). A draft may end early where the confidence head
+thinks little of going on (`stop`). That is decided from the tokens before, never from the one that
+would be drawn, so it cannot bias the output.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from slipstream.drafters.dflash import DFlashDrafter
+from slipstream.drafters.lanes import Lane, choose
+from slipstream.drafters.specs import DrafterContext, DrafterSpec
+from slipstream.errors import InvalidConfig
+from slipstream.models.dspark import DSpark, load_dspark
+from slipstream.models.layers import rms_norm
+from slipstream.target.target import ForwardOutput
+from slipstream.types import Dense, OneHot
+
+
+class DSparkDrafter(DFlashDrafter):
+    """Differences from DFlash: row i of the block drafts token i + 1 (the anchor's is the first),
+    `spark.bias` joins each row's logits, and a draft ends where the chance that all of it is
+    accepted falls under `stop`.
+    """
+
+    def __init__(
+        self,
+        spark: DSpark,
+        draft_len: int,
+        *,
+        stop: float,
+        pages: int,
+        page_size: int,
+        name: str,
+    ) -> None:
+        super().__init__(spark.flash, draft_len, pages=pages, page_size=page_size, name=name)
+        self.spark, self._stop = spark, stop
+
+    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: OneHot | Dense) -> None:
+        """Fill the lanes from left to right."""
+        assert out.features is not None
+        model = self.weights.model
+        hidden = rms_norm(out.features[:, 0].contiguous(), model.norm)
+        device = hidden.device
+        going = list(range(len(lanes)))
+        state = hidden.new_zeros(len(lanes), self.spark.config.rank)
+        alive = torch.ones(len(lanes), device=device)
+        for i in range(max(lane.width for lane in lanes)):
+            going = [g for g in going if lanes[g].width > i]
+            before = [(lanes[g].chosen or lanes[g].row.tokens)[-1] for g in going]
+            tokens = torch.tensor(before, device=device)
+            own = hidden[[g * self.reach + i for g in going]]
+            if self._stop:
+                alive[going] = alive[going] * self.spark.survival(tokens, own)
+                kept = (alive[going] >= self._stop).nonzero().flatten().tolist()
+                going, tokens, own = [going[j] for j in kept], tokens[kept], own[kept]
+            if not going:
+                return
+            bias, fresh = self.spark.bias(tokens, own, state[going])
+            state[going] = fresh
+            logits = out.logits[[g * self.reach + i for g in going]] + bias
+            chosen = choose([lanes[g] for g in going], logits, law)
+            going = [g for g in going if lanes[g] in chosen]
+
+
+def create(spec: DrafterSpec, context: DrafterContext) -> DSparkDrafter:
+    """The drafter of a spec `dspark:PATH:draft_len,stop=...`.
+
+    Raises `ModelError` for a checkpoint that does not fit the target, `InvalidConfig` for more
+    draft tokens than its block holds.
+    """
+    if spec.path is None:
+        raise ValueError(f"{spec} has no path")  # parse() never lets one through
+    spark = load_dspark(Path(spec.path).expanduser(), context.target.model)
+    most = spark.config.flash.block_size
+    if spec.draft_len > most:
+        raise InvalidConfig(
+            f"draft_len is {spec.draft_len} in drafter {str(spec)!r}; its block holds {most}."
+        )
+    return DSparkDrafter(
+        spark,
+        spec.draft_len,
+        stop=spec.number("stop"),
+        pages=context.pages,
+        page_size=context.page_size,
+        name=str(spec),
+    )
