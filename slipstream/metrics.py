@@ -7,6 +7,12 @@ from dataclasses import dataclass
 
 from slipstream.types import StageTimes, StepRecord, Timings
 
+BROKEN_ROW_STEPS = 200
+"""Row-steps with a draft that are looked at before a drafter is called broken."""
+
+BROKEN_SHARE = 0.02
+"""A drafter is broken where a smaller share of these had a token accepted: near chance."""
+
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:

@@ -21,6 +21,7 @@ from slipstream.engine.scheduler import Batch, Scheduler
 from slipstream.engine.sequence import Sequence
 from slipstream.engine.text import NoText, TextStream, TokenText
 from slipstream.engine.verifier import Verifier
+from slipstream.engine.watch import DraftWatch
 from slipstream.errors import InvalidRequest
 from slipstream.sampling.state import RowSampler
 from slipstream.sampling.uniforms import Uniforms
@@ -97,6 +98,7 @@ class Engine:
         self.vocabulary = vocabulary
         self._text_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
         self._rows: dict[int, Sequence] = {}
+        self._watch = DraftWatch(drafter.name)
         self._next_id = 0
         self._reach: int = getattr(drafter, "reach", 0)
         self._fresh_seeds = np.random.SeedSequence()
@@ -206,8 +208,13 @@ class Engine:
         verdict = self.verifier.verify(batch.rows, draft, scores.logits, self.uniforms)
         clock.lap("sample")
         records = self._advance(batch, draft, verdict, scores, clock)
-        self.controller.observe(records)
+        self.observe(records)
         return outputs + self.emit(batch.rows, records) + self._fail_chunks(batch, scores)
+
+    def observe(self, records: Seq[StepRecord]) -> None:
+        """Show the records of a finished step to whoever learns from them."""
+        self.controller.observe(records)
+        self._watch.observe(records)
 
     def _reserve(self, batch: Batch, plan: Any) -> Any:
         for i, row in enumerate(batch.decoding):

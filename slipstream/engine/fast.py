@@ -97,7 +97,7 @@ class FastPath:
         going = [r.row for r in found if r.row.finish_reason is None]
         if going:
             engine.drafter.advance(going, _verdict(len(going)))
-        engine.controller.observe(records)
+        engine.observe(records)
         return engine.emit([r.row for r in found], records)
 
 

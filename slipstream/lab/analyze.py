@@ -15,7 +15,13 @@ from slipstream.lab.grid import Cell, Grid
 from slipstream.lab.looping import long_enough, sample_loops
 from slipstream.lab.results import CellResult, GateResult, GateStatus, GridResult
 from slipstream.lab.samples import Sample, by_unit, window
-from slipstream.lab.scrutiny import cell_warnings, drafter_warnings, matched_reasons, record_reasons
+from slipstream.lab.scrutiny import (
+    cell_warnings,
+    drafter_reasons,
+    drafter_warnings,
+    matched_reasons,
+    record_reasons,
+)
 from slipstream.lab.stats import Unit
 from slipstream.types import StageTimes, StepRecord
 
@@ -163,6 +169,7 @@ def _cell(
         *_gate_reasons(gates, m.arm),
         *_run_reasons(plan, head, m),
         *record_reasons(samples),
+        *drafter_reasons(samples),
         *([] if is_baseline else matched_reasons(samples, baseline.samples, bars=plan.bars)),
         *([] if is_baseline else _baseline_reasons(gates, baseline)),
     ]

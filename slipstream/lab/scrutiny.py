@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from slipstream.lab.grid import Bars, Cell, Grid
 from slipstream.lab.results import CellResult
 from slipstream.lab.samples import Sample, window
-from slipstream.metrics import acceptance
+from slipstream.metrics import BROKEN_ROW_STEPS, BROKEN_SHARE, acceptance
 
 CACHE_BLOCK = 16  # prompt tokens by which cache hits of two arms may differ (traps 23)
 ENOUGH_DRAFTED = 100  # draft tokens before "nothing is accepted" means anything
@@ -95,6 +95,16 @@ def drafter_warnings(cell: Cell, arm: str, samples: Sequence[Sample]) -> list[st
         f"{cell.name}, {arm}: {counts.accepted} of {counts.drafted} draft tokens were accepted; "
         "is the drafter made for this target?"
     ]
+
+
+def drafter_reasons(samples: Sequence[Sample]) -> list[str]:
+    """Marks a cell whose drafter did no better than chance from the start (traps 20)."""
+    records = sorted((r for s in samples for r in s.records or ()), key=lambda r: r.step)
+    drafts = [r for r in records if r.drafted][:BROKEN_ROW_STEPS]
+    kept = sum(r.accepted > 0 for r in drafts)
+    if len(drafts) < BROKEN_ROW_STEPS or kept >= BROKEN_SHARE * len(drafts):
+        return []
+    return [f"drafter broken: {kept} of its first {len(drafts)} drafts had a token accepted"]
 
 
 def _spread(units: Mapping[tuple[int, int], Sequence[Sample]]) -> float | None:
