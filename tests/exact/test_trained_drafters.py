@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from scipy import stats
 
 from slipstream.cache.pages import PageTable
@@ -140,6 +141,29 @@ def test_a_law_that_was_not_drawn_from_fails(trained, monkeypatch):
     for module in (drafters_dflash, drafters_chain):
         monkeypatch.setattr(module, "pack_lanes", lying)
     assert p_value(LLM(loaded(), drafter=f"{trained}:2", max_users=64)) < 1e-9
+
+
+def test_acceptance_in_the_engine_is_the_teacher_forced_one(method, trained):
+    """Not within an interval but draft by draft: greedily both look at the same tokens."""
+    net = network(method)
+    for name, tensor in load_file(f"{trained.partition(':')[2]}/model.safetensors").items():
+        net.tensors[name].data = tensor.float()
+    arm = LLM(loaded(), drafter=f"{trained}:4")
+    features = Features(loaded(), net.needs, longest=100)
+    served = compared = 0
+    work = [PROMPT, *prompts(4), list(range(60, 80))]
+    done = arm.generate(work, SamplingParams(max_tokens=40, ignore_eos=True))
+    for prompt, completion in zip(work, done, strict=True):
+        tokens = torch.tensor([*prompt, *completion.token_ids])
+        drafts = [r for r in completion.records if r.drafted]
+        anchors = torch.tensor([r.depth - 1 for r in drafts])
+        right, _ = net.agreement(features.of(tokens.tolist()), tokens, anchors)
+        for record, row in zip(drafts, right, strict=True):
+            assert record.accepted == int(row[: record.drafted].cumprod(0).sum())
+            served += record.accepted
+            compared += 1
+    assert compared > 50
+    assert served > 20
 
 
 @dataclass
