@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from slipstream.errors import InvalidConfig
 from slipstream.models.dense import Model
@@ -11,7 +11,15 @@ from slipstream.models.mtp import head_config
 from slipstream.train import dflash, dspark, eagle3, mtp
 from slipstream.train.recipe import Network
 
-RECIPES = ("mtp", "eagle3", "dflash", "dspark")
+_TAKES: dict[str, tuple[str, ...]] = {
+    "mtp": (),
+    "eagle3": (),
+    "dflash": ("layers", "taps", "d_pace"),
+    "dspark": ("layers", "taps", "markov", "rank"),
+}
+"""What of a `Shape` a recipe takes, beside what all take."""
+
+RECIPES = tuple(_TAKES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,31 +42,37 @@ class Shape:
 def make(recipe: str, target: Model, shape: Shape, *, seed: int) -> Network:
     """A network of random weights, ready to be trained.
 
-    Raises `InvalidConfig` for an unknown recipe and for sizes that do not fit the target.
+    Raises `InvalidConfig` for an unknown recipe, for sizes that do not fit the target, and for what
+    the recipe does not take.
     """
+    if recipe not in RECIPES:
+        raise InvalidConfig(f"recipe is {recipe!r}; choose one of {', '.join(RECIPES)}.")
+    for name, default in (
+        (f.name, f.default) for f in fields(Shape) if f.name not in ("draft_len", "mask_token_id")
+    ):
+        value = getattr(shape, name)
+        if name != "intermediate_size" and name not in _TAKES[recipe] and value != default:
+            takers = ", ".join(r for r, taken in _TAKES.items() if name in taken)
+            raise InvalidConfig(f"{name} is {value!r}; {recipe} does not take it, {takers} do.")
     if recipe == "eagle3":
         own = eagle3.draft_config(target.config, intermediate_size=shape.intermediate_size)
         return eagle3.Eagle3Network(own, target, steps=shape.draft_len, seed=seed)
     if recipe == "mtp":
         head = head_config(target.config, intermediate_size=shape.intermediate_size)
         return mtp.MtpNetwork(head, target, steps=shape.draft_len, seed=seed)
-    if recipe in ("dflash", "dspark"):
-        # DSpark drafts from the anchor's row too.
-        rows = shape.draft_len + (recipe == "dflash")
-        sizes = dflash.Shape(
-            layers=shape.layers,
-            intermediate_size=shape.intermediate_size,
-            block_size=rows,
-            taps=shape.taps,
-        )
-        config = dflash.draft_config(target.config, sizes, mask_token_id=shape.mask_token_id)
-        if recipe == "dspark":
-            if shape.markov not in MARKOV or shape.rank < 1:
-                raise InvalidConfig(
-                    f"markov is {shape.markov!r} of rank {shape.rank}; choose one of "
-                    f"{', '.join(MARKOV)}, of rank 1 or more."
-                )
-            spark = DSparkConfig(config, shape.markov, shape.rank)
-            return dspark.DSparkNetwork(spark, target, seed=seed)
+    # DSpark drafts from the anchor's row too.
+    sizes = dflash.Shape(
+        layers=shape.layers,
+        intermediate_size=shape.intermediate_size,
+        block_size=shape.draft_len + (recipe == "dflash"),
+        taps=shape.taps,
+    )
+    config = dflash.draft_config(target.config, sizes, mask_token_id=shape.mask_token_id)
+    if recipe == "dflash":
         return dflash.DFlashNetwork(config, target, seed=seed, d_pace=shape.d_pace)
-    raise InvalidConfig(f"recipe is {recipe!r}; choose one of {', '.join(RECIPES)}.")
+    if shape.markov not in MARKOV or shape.rank < 1:
+        raise InvalidConfig(
+            f"markov is {shape.markov!r} of rank {shape.rank}; choose one of "
+            f"{', '.join(MARKOV)}, of rank 1 or more."
+        )
+    return dspark.DSparkNetwork(DSparkConfig(config, shape.markov, shape.rank), target, seed=seed)

@@ -9,11 +9,13 @@ from typer.testing import CliRunner
 
 from slipstream.cli import app
 from slipstream.engine import LLM
+from slipstream.errors import InvalidConfig
 from slipstream.models.mtp import head_config
 from slipstream.models.tiny import save_tiny, tiny_model
 from slipstream.train.data import Features, own_answers
 from slipstream.train.eagle3 import Eagle3Network, draft_config
 from slipstream.train.mtp import MtpNetwork
+from slipstream.train.recipes import Shape, make
 from slipstream.train.trainer import Plan, Trainer
 from slipstream.types import SamplingParams
 
@@ -100,6 +102,21 @@ def test_one_text_is_learned_and_served(tmp_path, recipe):
     assert (*PROMPT, *done.token_ids) == texts[0].tokens
     drafts = [r for r in done.records if r.drafted == 4]
     assert sum(r.accepted for r in drafts) > 3.6 * len(drafts)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "says"),
+    [
+        ("eagle3", {"layers": 2}, "layers is 2; eagle3 does not take it, dflash, dspark do"),
+        ("mtp", {"taps": 2}, "taps is 2; mtp does not take it, dflash, dspark do"),
+        ("dspark", {"d_pace": True}, "d_pace is True; dspark does not take it, dflash do"),
+        ("dflash", {"rank": 8}, "rank is 8; dflash does not take it, dspark do"),
+        ("eagle9", {}, "recipe is 'eagle9'; choose one of mtp, eagle3, dflash, dspark"),
+    ],
+)
+def test_what_a_recipe_does_not_take_is_said(recipe, given, says):
+    with pytest.raises(InvalidConfig, match=says):
+        make(recipe, LOADED["llama"].model, Shape(draft_len=4, mask_token_id=1, **given), seed=0)
 
 
 @pytest.mark.parametrize("recipe", ["eagle3", "mtp"])
