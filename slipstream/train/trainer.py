@@ -21,6 +21,9 @@ from slipstream.train.recipe import Network
 
 CHECKPOINT = "training.pt"
 HISTORY = "history.jsonl"
+_LOOKED_AT = 32
+_QUIET = 20.0
+"""Seconds after which a line says how far it is, between the reports that measure acceptance."""
 Say = Callable[[str], None]
 
 
@@ -85,9 +88,16 @@ class Trainer:
     def run(self) -> None:
         """Train to the last step; a checkpoint with every report, the export at the end."""
         begun, first, recent = time.perf_counter(), self.step, []
+        spoke = begun
         while self.step < self.plan.steps:
             recent.append(self._train())
             self.step += 1
+            if time.perf_counter() - spoke > _QUIET:
+                spoke = time.perf_counter()
+                left = (spoke - begun) / (self.step - first) * (self.plan.steps - self.step)
+                self._say(
+                    f"step {self.step}/{self.plan.steps}  loss {recent[-1]:.3f}  {left:.0f} s left"
+                )
             if self.step % self.plan.report_every == 0 or self.step == self.plan.steps:
                 spent = (time.perf_counter() - begun) / (self.step - first)
                 self._report(float(np.mean(recent)), spent * (self.plan.steps - self.step))
@@ -100,9 +110,11 @@ class Trainer:
         return {n: t.detach().to(torch.bfloat16) for n, t in self.network.tensors.items()}
 
     def acceptance(self, texts: Sequence[Text] | None = None, *, anchors: int = 64) -> Acceptance:
-        """On held-out texts, or on those given; at most `anchors` evenly spread blocks of each."""
+        """On at most `_LOOKED_AT` held-out texts, or on those given; of each at most `anchors` evenly
+        spread blocks.
+        """
         right, total = torch.zeros(2, self.network.draft_len)
-        for text in texts if texts is not None else self.held or self.texts:
+        for text in texts if texts is not None else (self.held or self.texts)[:_LOOKED_AT]:
             where = np.linspace(*_range(text), num=anchors, dtype=np.int64)
             at = torch.from_numpy(np.unique(where)).to(self._device)
             held, there = self.network.agreement(*self._seen(text), at)

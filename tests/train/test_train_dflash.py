@@ -97,7 +97,7 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
     trainer = Trainer(LOADED, net, texts, plan, out=tmp_path, say=said.append)
     trainer.run()
     assert trainer.acceptance().tokens_per_step > 7.8
-    assert len(said) == 3
+    assert len(said) >= 3
     assert re.match(r"step 150/150 .* trained-on acceptance [\d. ]+ tokens/step [78]\.\d", said[-1])
     arm = llm.fork(f"dflash:{tmp_path}:7")
     (done,) = arm.generate([PROMPT], GREEDY)
