@@ -110,8 +110,8 @@ class Trainer:
         return {n: t.detach().to(torch.bfloat16) for n, t in self.network.tensors.items()}
 
     def acceptance(self, texts: Sequence[Text] | None = None, *, anchors: int = 64) -> Acceptance:
-        """On at most `_LOOKED_AT` held-out texts, or on those given; at most `anchors` blocks of each,
-        evenly spread.
+        """On given texts, or on at most `_LOOKED_AT` held-out ones; at most `anchors` blocks of
+        each, evenly spread.
         """
         right, total = torch.zeros(2, self.network.draft_len)
         for text in texts if texts is not None else (self.held or self.texts)[:_LOOKED_AT]:
