@@ -235,8 +235,8 @@ def train(
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
     draft_len: Annotated[int, typer.Option(help="Draft tokens it is trained for.")] = 7,
-    layers: Annotated[int, typer.Option(help="Draft layers (dflash).")] = 1,
-    taps: Annotated[int, typer.Option(help="Target layers read (dflash).")] = 3,
+    layers: Annotated[int, typer.Option(help="Draft layers (dflash, dspark).")] = 1,
+    taps: Annotated[int, typer.Option(help="Target layers read (likewise).")] = 3,
     inner: Annotated[int | None, typer.Option(help="MLP width; default: the target's.")] = None,
     d_pace: Annotated[bool, typer.Option(help="D-PACE weights (dflash).")] = False,
     markov: Annotated[str, typer.Option(help="vanilla, gated or rnn (dspark).")] = "vanilla",
@@ -258,7 +258,6 @@ def train(
         max_tokens=max_tokens,
         temperature=temperature,
         device=device,
-        drafter="ngram:3",
     )
     shape = Shape(
         draft_len=draft_len,

@@ -36,7 +36,6 @@ class Order:
     max_tokens: int
     temperature: float
     device: str | None
-    drafter: str
 
 
 def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
@@ -51,7 +50,7 @@ def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
             raise InvalidConfig(f"{name} is {value}; allowed: 1 or more.")
     device = order.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    llm = LLM(order.target, drafter=order.drafter, dtype=dtype, device=device)
+    llm = LLM(order.target, drafter="ngram:3", dtype=dtype, device=device)
     network = make(
         order.recipe,
         llm.loaded.model,

@@ -122,8 +122,8 @@ class DFlashNetwork:
         return block_loss(logits, wanted, there, d_pace=self._d_pace)
 
     def agreement(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each mask's likeliest token is the text's, [anchors, draft_len]; which exist."""
-        wanted, there = labels(tokens, anchors, self.config.block_size)
+        """Whether each row's likeliest token is the text's, [anchors, draft_len]; which exist."""
+        wanted, there = labels(tokens, anchors, self.draft_len + 1)
         with torch.no_grad():
             said = self.logits(features, tokens, anchors).argmax(-1)
         return (said == wanted) & there, there

@@ -62,13 +62,6 @@ class DSparkNetwork(DFlashNetwork):
         weight = torch.exp(-torch.arange(self.draft_len, device=anchors.device) / _GAMMA) * there
         return (total * weight).sum() / weight.sum().clamp(min=1e-6)
 
-    def agreement(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each row's likeliest token is the text's, [anchors, draft_len]; which exist."""
-        wanted, there = labels(tokens, anchors, self.draft_len + 1)
-        with torch.no_grad():
-            said = self.logits(features, tokens, anchors).argmax(-1)
-        return (said == wanted) & there, there
-
     def _walk(
         self, features: Tensor, tokens: Tensor, anchors: Tensor
     ) -> tuple[Tensor, Tensor | None]:

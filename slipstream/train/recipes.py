@@ -47,6 +47,8 @@ def make(recipe: str, target: Model, shape: Shape, *, seed: int) -> Network:
     """
     if recipe not in RECIPES:
         raise InvalidConfig(f"recipe is {recipe!r}; choose one of {', '.join(RECIPES)}.")
+    if not 1 <= shape.draft_len <= 32:
+        raise InvalidConfig(f"draft_len is {shape.draft_len}; allowed: 1 to 32.")
     for name, default in (
         (f.name, f.default) for f in fields(Shape) if f.name not in ("draft_len", "mask_token_id")
     ):
