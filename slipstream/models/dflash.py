@@ -25,6 +25,7 @@ from slipstream.models.layers import Norm, rms_norm, rotate_
 from slipstream.models.linear import Linear, linear, pack
 
 ARCHITECTURE = "DFlashDraftModel"
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 _SHARED = ("embed_tokens.weight", "lm_head.weight")
 _ALIASES = {
     "model.": "",
@@ -37,13 +38,20 @@ _ALIASES = {
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
     """`model`: the draft layers. `block_size`: anchor and masks. `taps`: `hs[i]` indices of the
-    features (a checkpoint counts layer outputs, one less).
+    features (a checkpoint counts layer outputs, one less). `sliding_causal`: in layers with a
+    window a row of the block sees none after itself; elsewhere it always sees the whole block.
     """
 
     model: ModelConfig
     block_size: int
     mask_token_id: int
     taps: tuple[int, ...]
+    sliding_causal: bool = True
+
+    @property
+    def ahead(self) -> tuple[bool, ...]:
+        """For each layer, whether the block is seen to its end (see `target.target.Target`)."""
+        return tuple(w is None or not self.sliding_causal for w in self.model.windows)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -98,6 +106,7 @@ def read_dflash_config(folder: Path) -> DFlashConfig:
             f"{folder} is no DFlash drafter: its config's architectures are "
             f"{hf.get('architectures')!r}, {ARCHITECTURE!r} is needed."
         )
+    refuse(hf, folder, *SCALES)
     return config_from(hf, folder, least=2)
 
 
@@ -117,12 +126,26 @@ def config_from(hf: dict[str, Any], folder: Path, *, least: int) -> DFlashConfig
         raise ModelError(f"{folder} has block_size = {block!r}; allowed: {least} to 33.")
     model = from_hf({**hf, "tie_word_embeddings": False}, source=str(folder))
     causal = hf.get("is_causal", own.get("causal"))
-    if causal or (causal is False and any(w is not None for w in model.windows)):
+    if causal:
         raise ModelError(
-            f"{folder} sets causal = {causal!r}; full layers that see the whole block and causal "
-            "sliding ones are what is supported."
+            f"{folder} sets causal = {causal!r}; only drafters whose full layers see the whole "
+            "block are supported."
         )
-    return DFlashConfig(model, block, int(mask), tuple(int(i) + 1 for i in layers))
+    narrow = [w for w in model.windows if w is not None and w < block]
+    if narrow:
+        raise ModelError(
+            f"{folder} has sliding_window = {narrow[0]}; its block of {block} must fit into it."
+        )
+    taps = tuple(int(i) + 1 for i in layers)
+    return DFlashConfig(model, block, int(mask), taps, causal is None)
+
+
+def refuse(hf: dict[str, Any], folder: Path, *keys: str) -> None:
+    """Raise `ModelError` where a config sets one of these scales of inputs or logits."""
+    for key in keys:
+        value = hf.get(key)
+        if value not in (None, 1, 1.0):
+            raise ModelError(f"{folder} has {key} = {value!r} in its config; it is not supported.")
 
 
 def load_dflash(folder: Path, target: Model) -> DFlash:
@@ -180,6 +203,8 @@ def save_dflash(folder: Path, config: DFlashConfig, tensors: Mapping[str, Tensor
             "target_layer_ids": [tap - 1 for tap in config.taps],
         },
     }
+    if not config.sliding_causal:
+        hf["is_causal"] = False
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
