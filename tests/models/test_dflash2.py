@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         load_dflash2(tmp_path, LOADED.model)
     tensors.pop("candidate_selector.successor_codebook")
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="lacks the tensor candidate_selector.successor_codebook"):
+    with pytest.raises(ModelError, match=r"lacks the tensor .*successor_codebook"):
         load_dflash2(tmp_path, LOADED.model)
 
 
