@@ -284,6 +284,9 @@ def save_eagle3(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor
     }
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}
+    if config.draft_vocab is not None:
+        kept["t2d"] = torch.zeros(config.model.vocab_size, dtype=torch.bool)
+        kept["t2d"][kept["d2t"] + torch.arange(config.draft_vocab)] = True
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
