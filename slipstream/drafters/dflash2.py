@@ -65,7 +65,20 @@ class DFlash2Drafter(DFlashDrafter):
                 return
 
     def _step(self, lanes: list[Lane], logits: Tensor, hidden: Tensor, law: DraftLaw) -> list[bool]:
-        """Append one token to each lane that has a finite score; which those are.
+        """Append one token to each lane that has a finite score; which those are."""
+        scores, ids = self._scores(lanes, logits, hidden)
+        peaks, picks = scores.max(-1)
+        if isinstance(law, TopK):
+            picks = self._drawn(lanes, scores, ids, picks, law)
+        tokens = ids.gather(-1, picks.unsqueeze(-1))[:, 0].tolist()
+        alive: list[bool] = peaks.isfinite().tolist()
+        for lane, token, lives in zip(lanes, tokens, alive, strict=True):
+            if lives:
+                lane.chosen.append(token)
+        return alive
+
+    def _scores(self, lanes: list[Lane], logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, float32, and ids of each lane's candidates, [lanes, top_k].
 
         `logits` [lanes, vocab] of the target's head, `hidden` [lanes, hidden] normed.
         """
@@ -76,16 +89,8 @@ class DFlash2Drafter(DFlashDrafter):
         )
         scores, ids = unary.topk(self.flash2.config.top_k, -1)
         before = [(lane.chosen or lane.row.tokens)[-1] for lane in lanes]
-        scores = scores + self.flash2.bonds(torch.tensor(before, device=ids.device), hidden, ids)
-        peaks, picks = scores.max(-1)
-        if isinstance(law, TopK):
-            picks = self._drawn(lanes, scores, ids, picks, law)
-        tokens = ids.gather(-1, picks.unsqueeze(-1))[:, 0].tolist()
-        alive: list[bool] = peaks.isfinite().tolist()
-        for lane, token, lives in zip(lanes, tokens, alive, strict=True):
-            if lives:
-                lane.chosen.append(token)
-        return alive
+        bonds = self.flash2.bonds(torch.tensor(before, device=ids.device), hidden, ids)
+        return scores + bonds, ids
 
     def _drawn(
         self, lanes: list[Lane], scores: Tensor, ids: Tensor, best: Tensor, law: TopK

@@ -110,8 +110,8 @@ def bonds(before: Tensor, projected: Tensor, after: Tensor) -> Tensor:
     `before` [..., rank] of the token before, `projected` [..., rank] of the row's state, `after`
     [..., K, rank] of the candidates.
     """
-    read = (before.float() * projected.float()).unsqueeze(-1)
-    return (after.float() @ read).squeeze(-1)
+    # No matrix product: under autocast one would be rounded to bfloat16.
+    return ((before.float() * projected.float()).unsqueeze(-2) * after.float()).sum(-1)
 
 
 def read_dflash2_config(folder: Path) -> DFlash2Config:
