@@ -26,6 +26,8 @@ from slipstream.models.linear import Linear, linear, pack
 
 ARCHITECTURE = "DFlashDraftModel"
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_NEUTRAL_AT_ONE = ("input_embedding_scale", "output_multiplier", "attention_value_scale")
+_SWITCHES = ("use_swa", "attention_sink_bias", "attention_value_scale")
 _SHARED = ("embed_tokens.weight", "lm_head.weight")
 _ALIASES = {
     "model.": "",
@@ -124,6 +126,7 @@ def config_from(hf: dict[str, Any], folder: Path, *, least: int) -> DFlashConfig
             raise ModelError(f"{folder} has no dflash_config.{name} in its config; it is needed.")
     if not isinstance(block, int) or not least <= block <= 33:
         raise ModelError(f"{folder} has block_size = {block!r}; allowed: {least} to 33.")
+    refuse({**hf, **own}, folder, *_SWITCHES)
     model = from_hf({**hf, "tie_word_embeddings": False}, source=str(folder))
     causal = hf.get("is_causal", own.get("causal"))
     if causal:
@@ -141,10 +144,10 @@ def config_from(hf: dict[str, Any], folder: Path, *, least: int) -> DFlashConfig
 
 
 def refuse(hf: dict[str, Any], folder: Path, *keys: str) -> None:
-    """Raise `ModelError` where a config sets one of these scales of inputs or logits."""
+    """Raise `ModelError` where a config sets one of these; a scale of 1 changes nothing."""
     for key in keys:
         value = hf.get(key)
-        if value not in (None, 1, 1.0):
+        if value not in (None, False) and not (value == 1.0 and key in _NEUTRAL_AT_ONE):
             raise ModelError(f"{folder} has {key} = {value!r} in its config; it is not supported.")
 
 

@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         load_dflash2(tmp_path, LOADED.model)
 
 
-def test_scales_that_a_plain_dflash_does_not_read_are_refused(tmp_path):
+def test_keys_that_a_plain_dflash_does_not_read_are_refused(tmp_path):
     config = sized().flash
     save_dflash(tmp_path, config, {n: t for n, t in weights(sized()).items() if n in config.shapes})
     load_dflash(tmp_path, LOADED.model)
@@ -160,6 +160,14 @@ def test_scales_that_a_plain_dflash_does_not_read_are_refused(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(hf | {key: 30.0}))
         with pytest.raises(ModelError, match=f"{key} = 30.0"):
             load_dflash(tmp_path, LOADED.model)
+    for own in ({"use_swa": True}, {"attention_sink_bias": True}, {"attention_value_scale": 0.5}):
+        values = hf | {"dflash_config": hf["dflash_config"] | own}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        with pytest.raises(ModelError, match=f"{next(iter(own))} = .* not supported"):
+            load_dflash(tmp_path, LOADED.model)
+    harmless = {"output_multiplier": 1.0, "final_logit_softcapping": None}
+    (tmp_path / "config.json").write_text(json.dumps(hf | harmless))
+    load_dflash(tmp_path, LOADED.model)
 
 
 def naive_conv(x, base, delta, group, side, block):
