@@ -43,7 +43,7 @@ def test_written_names_are_the_published_ones(tmp_path):
     linears += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
     layer = {f"layers.0.{n}.weight" for n in linears + norms}
-    own = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "input_norm.weight"}
+    own = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "input_norm.weight"}
     assert names == layer | own
     hf = json.loads((tmp_path / "config.json").read_text())
     assert hf["architectures"] == ["LlamaForCausalLMEagle3"]
