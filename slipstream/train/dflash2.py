@@ -29,8 +29,8 @@ from slipstream.models.dflash2 import (
 )
 from slipstream.models.layers import Conv, convolved, kernels
 from slipstream.models.linear import Linear
-from slipstream.train.dflash import DFlashNetwork, block_weights, cross_entropies
-from slipstream.train.recipe import Batch, agreement, labels
+from slipstream.train.dflash import DFlashNetwork, block_weights
+from slipstream.train.recipe import Batch, agreement, hard, labels
 
 _ALPHA = 1.0  # weight of the selector's cross-entropy beside the block loss
 _GROUP, _TOP_K = 16, 16  # as published
@@ -60,9 +60,17 @@ class DFlash2Network(DFlashNetwork):
     recipe = "dflash2"
 
     def __init__(
-        self, config: DFlash2Config, target: Model, *, seed: int, d_pace: bool = False
+        self,
+        config: DFlash2Config,
+        target: Model,
+        *,
+        seed: int,
+        d_pace: bool = False,
+        soft: bool = False,
     ) -> None:
-        super().__init__(config.flash, target, seed=seed, d_pace=d_pace, shapes=config.shapes)
+        super().__init__(
+            config.flash, target, seed=seed, d_pace=d_pace, soft=soft, shapes=config.shapes
+        )
         self.flash2 = config
         with torch.no_grad():
             for name, tensor in self.tensors.items():
@@ -80,12 +88,12 @@ class DFlash2Network(DFlashNetwork):
         wanted, there = labels(batch, self.draft_len)
         hidden = self.hidden(batch)[:, :, 1:].contiguous()
         logits = self.head(hidden)
-        each = cross_entropies(self.flash2.scaled(logits), wanted)
+        each = self._each(batch, self.flash2.scaled(logits), wanted)
         weight = block_weights(each, there, d_pace=self._d_pace)
         ids, scores = self._scores(batch, hidden, logits)
         found = ids == wanted[..., None]
         gold = found.int().argmax(-1)
-        picked = cross_entropies(scores, gold) * found.any(-1)
+        picked = hard(scores, gold) * found.any(-1)
         total = ((each + _ALPHA * picked) * weight).sum()
         return total / weight.sum().clamp(min=1e-6)
 

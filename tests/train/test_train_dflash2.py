@@ -13,10 +13,10 @@ from slipstream.engine import LLM
 from slipstream.errors import InvalidConfig
 from slipstream.models.dflash2 import AFTER, BEFORE, DFlash2Config
 from slipstream.models.tiny import save_tiny, tiny_model
-from slipstream.train.data import Features, own_answers
+from slipstream.train.data import Features, own_answers, text_of
 from slipstream.train.dflash import Shape, block_loss, draft_config
 from slipstream.train.dflash2 import DFlash2Network
-from slipstream.train.recipe import labels
+from slipstream.train.recipe import hard, labels
 from slipstream.train.recipes import Shape as AnyShape
 from slipstream.train.recipes import make
 from slipstream.train.trainer import Plan, Trainer
@@ -47,7 +47,7 @@ def stirred(net):
 
 def batch_of(net, *texts, every=5):
     where = np.array([np.arange(2, min(map(len, texts)) - 1, every)] * len(texts))
-    return Features(LOADED, net.needs, longest=400).batch([list(t) for t in texts], where)
+    return Features(LOADED, net.needs, longest=400).batch([text_of(t, []) for t in texts], where)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_trained_network_is_the_served_one(tmp_path, sizes, monkeypatch):
     drafts = [r for r in done.records if r.drafted]
     starts = np.array([[r.depth - 1 for r in drafts]])
     with torch.no_grad():
-        batch = Features(LOADED, net.needs, longest=200).batch([tokens], starts)
+        batch = Features(LOADED, net.needs, longest=200).batch([text_of(tokens, [])], starts)
         (ids,), (trained,) = net.scores(batch)
     at = compared = 0
     for record, own, expected in zip(drafts, ids, trained, strict=True):
@@ -86,7 +86,7 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
     llm = LLM(LOADED)
     texts = own_answers(llm, [PROMPT], GREEDY)
     net = network()
-    plan = Plan(steps=200, texts=1, anchors=32, lr=5e-3, held_out=0, report_every=100)
+    plan = Plan(steps=200, batch=1, anchors=32, lr=5e-3, held_out=0, reports=1)
     trainer = Trainer(LOADED, net, texts, plan, out=tmp_path, say=lambda _: None)
     trainer.run()
     assert trainer.acceptance().tokens_per_step > 7.8
@@ -119,7 +119,7 @@ def test_the_loss_is_the_block_loss_and_the_selectors_where_it_can_choose(d_pace
     wanted, there = labels(batch, 7)
     ids, scores = net.scores(batch)
     logits = net.logits(batch)
-    base = block_loss(logits, wanted, there, d_pace=d_pace)
+    base = block_loss(hard(logits, wanted), there, d_pace=d_pace)
     each = -logits.log_softmax(-1).gather(-1, wanted[..., None])[..., 0]
     total = torch.zeros(())
     weights = 0.0
