@@ -91,7 +91,7 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
     trainer.run()
     assert trainer.acceptance().tokens_per_step > 7.8
     (done,) = llm.fork(f"dflash2:{tmp_path}:7").generate([PROMPT], GREEDY)
-    assert (*PROMPT, *done.token_ids) == texts[0].tokens
+    assert [*PROMPT, *done.token_ids] == texts[0].tokens.tolist()
     drafts = [r for r in done.records if r.drafted == 7]
     assert sum(r.accepted for r in drafts) > 6.5 * len(drafts)
 
