@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream.models.cuda.launch import overlap, wait
 from slipstream.models.cuda.linear import Normed
 from slipstream.models.cuda.norm import inverse_rms
+from slipstream.models.cuda.wide import Parts
 
 
 @triton.jit
@@ -22,12 +23,15 @@ def _rope_kernel(
     storage,
     bias,
     squares,
+    sums,
     stride,
     queries,
     kv,
     parts,
     inner,
     eps,
+    run,
+    steps,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
     NORMED: tl.constexpr,
@@ -35,6 +39,8 @@ def _rope_kernel(
     HAS_BIAS: tl.constexpr,
     SCALED: tl.constexpr,
     PARTS: tl.constexpr,
+    SUMS: tl.constexpr,
+    SUMS_COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait(PDL)
@@ -44,8 +50,21 @@ def _rope_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     turned, real = head < queries + kv, head < queries + 2 * kv
     base = qkv + token * stride + head[:, None] * DIM + half[None, :]
-    low = tl.load(base, mask=real[:, None], other=0.0)
-    high = tl.load(base + DIM // 2, mask=real[:, None], other=0.0)
+    if SUMS:
+        # A product in parts: add up those of the head's columns (see `wide.Parts`).
+        begun = head * DIM // SUMS_COLUMNS * steps
+        count = tl.where(real, (begun + steps - 1) // run - begun // run + 1, 0)[:, None]
+        cell = sums + token * stride + head[:, None] * DIM + half[None, :]
+        a = tl.zeros((HEADS, DIM // 2), tl.float32)
+        b = tl.zeros((HEADS, DIM // 2), tl.float32)
+        for part in tl.static_range(SUMS):
+            a += tl.load(cell, mask=part < count, other=0.0)
+            b += tl.load(cell + DIM // 2, mask=part < count, other=0.0)
+            cell += tl.num_programs(0) * stride
+        low, high = a.to(qkv.dtype.element_ty), b.to(qkv.dtype.element_ty)
+    else:
+        low = tl.load(base, mask=real[:, None], other=0.0)
+        high = tl.load(base + DIM // 2, mask=real[:, None], other=0.0)
     a, b = low.to(tl.float32), high.to(tl.float32)
     if SCALED:
         scale = inverse_rms(squares, token, parts, inner, eps, PARTS)
@@ -92,6 +111,7 @@ def rotate_and_store(
     kv: int,
     source: Normed | None = None,
     bias: Tensor | None = None,
+    parts: Parts | None = None,
 ) -> None:
     """Finish one layer's projections in place: queries in `qkv`, keys and values in `storage`.
 
@@ -99,10 +119,13 @@ def rotate_and_store(
     [positions, dim] each (see `models.rope`), None for layers without rotation; `norms` [queries +
     kv, dim] or None; `positions`, `slots` int32 [tokens], a token of slot -1 is not stored;
     `storage` [slots, 2 * kv, dim]. `source`: what `qkv` is a product of, if its 1 / rms is still
-    due; it is applied here, and then `bias` [qkv's width] is added.
+    due; it is applied here, and then `bias` [qkv's width] is added. `parts`: the product, if it
+    comes in parts; `qkv` is then only written. A head must lie in one tile of the parts.
     """
     squares = source.squares if source is not None else None
-    parts = squares.shape[1] if squares is not None else 1
+    shares = squares.shape[1] if squares is not None else 1
+    if parts is not None and (parts.n % storage.shape[2] or not qkv.is_contiguous()):
+        raise ValueError(f"heads of {storage.shape[2]} lie across tiles of {parts.n} columns")
     tokens, dim = qkv.shape[0], storage.shape[2]
     heads = qkv.shape[1] // dim
     block = 8 if heads >= 8 else triton.next_power_of_2(heads)
@@ -117,19 +140,24 @@ def rotate_and_store(
         storage,
         bias if bias is not None else qkv,
         squares if squares is not None else qkv,
+        parts.sums if parts is not None else qkv,
         qkv.stride(0),
         heads - 2 * kv,
         kv,
-        parts,
+        shares,
         source.x.shape[1] if source is not None else 1,
         eps,
+        parts.run if parts is not None else 1,
+        parts.steps if parts is not None else 1,
         DIM=dim,
         HEADS=block,
         NORMED=norms is not None,
         ROTATED=tables is not None,
         HAS_BIAS=bias is not None,
         SCALED=squares is not None,
-        PARTS=triton.next_power_of_2(parts),
+        PARTS=triton.next_power_of_2(shares),
+        SUMS=len(parts.sums) if parts is not None else 0,
+        SUMS_COLUMNS=parts.n if parts is not None else 1,
         num_warps=2,
         **overlap(qkv),
     )
