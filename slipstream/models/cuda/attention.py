@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.models.cuda.launch import overlap, wait
+from slipstream.models.cuda.launch import overlap, read_ahead, tried, wait
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -87,9 +87,9 @@ def _attend_kernel(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait(PDL)
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_row + tile)
     first = tl.load(tile_first + tile)
@@ -110,6 +110,14 @@ def _attend_kernel(
     reach = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_T) * BLOCK_T
     low = begin + split * reach
     high = tl.minimum(low + reach, end)
+    table = pages + row.to(tl.int64) * pages_width
+    if AHEAD:
+        soon = low + tl.arange(0, AHEAD)
+        soon_page = tl.load(table + soon // PAGE, mask=soon < high, other=0).to(tl.int64)
+        first_key = storage + ((soon_page * PAGE + soon % PAGE) * 2 * kv + head) * DIM
+        read_ahead(first_key, DIM * 2)
+        read_ahead(first_key + kv * DIM, DIM * 2)
+    wait(PDL)
     flat = (tl.load(row_token + row) + token).to(tl.int64)
     width = (queries + 2 * kv) * DIM
     q = tl.load(
@@ -120,7 +128,6 @@ def _attend_kernel(
     peak = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DIM), tl.float32)
-    table = pages + row.to(tl.int64) * pages_width
     for at in range(low, high, BLOCK_T):
         spot = at + tl.arange(0, BLOCK_T)
         there = spot < high
@@ -321,6 +328,8 @@ def attend(
     block = block_rows(tiles.tokens, group)
     out = qkv.new_empty(len(qkv), queries * dim)
     shape = Reading(32, 2) if single else reading_for(tiles.splits, block)
+    early = overlap(qkv)
+    ahead = 32 * shape.warps if early["PDL"] and tried("att") and tiles.splits <= 4 else 0
     _attend_kernel[(tiles.row.shape[0], kv, tiles.splits)](
         qkv,
         storage,
@@ -349,9 +358,10 @@ def attend(
         WINDOWED=window is not None,
         SINKS=sinks is not None,
         PRECISION="ieee" if single else "tf32",
+        AHEAD=ahead,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        **overlap(qkv),
+        **early,
     )
     if tiles.splits > _FEW_SPLITS:
         _merge(scratch, tiles, out, kv=kv, group=group, sinks=sinks)
