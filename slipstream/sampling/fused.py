@@ -249,6 +249,24 @@ def _best(peaks, ids, line, mine, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _draft_kernel(
+    peaks,
+    ids,
+    drafts,
+    counts,
+    parts,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row, place = tl.program_id(0), tl.arange(0, WIDTH_PADDED)
+    mine = (place > 0) & (place < WIDTH)
+    choice, _ = _best(peaks, ids, row * WIDTH + place, mine, parts, PARTS)
+    tl.store(drafts + row * (WIDTH - 1) + place - 1, choice, mask=mine)
+    tl.store(counts + row, WIDTH - 1)
+
+
+@triton.jit
 def _accept_kernel(
     peaks,
     ids,
@@ -346,6 +364,22 @@ class Chooser:
         """Likeliest token of each row of `logits`, int32 [rows * width]."""
         self._first_pass(logits)
         return self._ids.gather(1, self._peaks.argmax(1, keepdim=True)).squeeze(1)
+
+    def draft(self, logits: Tensor, *, drafts: Tensor, counts: Tensor) -> None:
+        """`best` of every position but a row's first: `drafts` int32 [rows, width - 1], and `counts`
+        int32 [rows] of how many these are.
+        """
+        self._first_pass(logits)
+        _draft_kernel[(self._rows,)](
+            self._peaks,
+            self._ids,
+            drafts,
+            counts,
+            self._parts,
+            WIDTH=self._width,
+            WIDTH_PADDED=triton.next_power_of_2(self._width),
+            PARTS=triton.next_power_of_2(self._parts),
+        )
 
     def _first_pass(self, logits: Tensor) -> None:
         _peaks_kernel[(self._rows * self._width, self._parts)](

@@ -251,3 +251,24 @@ def test_attention_over_ragged_batches(seed, splits, kind):
     assert not scratch.tickets.any()  # ready for the next launch
     expected = reference(qkv, storage, rows, kv=kv, page_size=page_size, **options)
     close(out, expected, 1e-5)
+
+
+def test_layers_side_by_side_are_the_same_as_one_by_one():
+    tokens, kv, dim, layers = 5, 2, 16, 3
+    qkv = randn(tokens, layers * 2 * kv * dim, dtype=torch.float32)
+    norms = randn(layers, kv, dim, dtype=torch.float32, seed=1)
+    angles = torch.rand(40, dim // 2)
+    cos, sin = angles.cos(), angles.sin()
+    where = {
+        "eps": 1e-5,
+        "positions": torch.tensor([3, 4, 39, 0, 7], dtype=torch.int32),
+        "slots": torch.tensor([9, 0, 4, -1, 2], dtype=torch.int32),
+        "kv": kv,
+    }
+    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    whole, single = torch.zeros(2, layers, 10, 2 * kv, dim)
+    rotate_and_store(qkv, tables, norms=norms, storage=whole, **where)
+    for part, norm, storage in zip(qkv.chunk(layers, 1), norms, single):
+        rotate_and_store(part, tables, norms=norm, storage=storage, **where)
+    assert single.abs().sum() > 0
+    assert torch.equal(whole, single)

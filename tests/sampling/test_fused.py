@@ -371,3 +371,14 @@ def test_forced_acceptance_stops_at_what_was_drafted():
     table.length[table.slot_of] = [2, 0]
     result = table.step(None, np.full(8, 9), forced=3.0)
     assert [row[:2] for row in result] == [[1, 1], [-1, SKIPPED]]
+
+
+def test_drafts_are_the_likeliest_tokens_behind_the_first():
+    rows, width, vocab = 3, 4, 9000
+    logits = torch.randn(rows * width, vocab, generator=torch.Generator().manual_seed(3))
+    chooser = Chooser(rows, width, vocab=vocab, device=logits.device)
+    drafts = torch.full((rows, width - 1), -7, dtype=torch.int32)
+    counts = torch.zeros(rows, dtype=torch.int32)
+    chooser.draft(logits, drafts=drafts, counts=counts)
+    assert torch.equal(drafts, logits.argmax(1).view(rows, width)[:, 1:].int())
+    assert counts.tolist() == [width - 1] * rows

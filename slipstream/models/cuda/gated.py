@@ -39,7 +39,7 @@ def _gated_kernel(
 ):
     a = tl.program_id(0) * (BLOCK_N + HALF)
     b = a + BLOCK_N
-    if PDL:
+    if AHEAD:
         read_rows_ahead(raw_weight, a, inner, 0, BLOCK_N, AHEAD, LANES)
         read_rows_ahead(raw_weight, columns + a, inner, 0, BLOCK_N, AHEAD, LANES)
         if HALF:
@@ -92,12 +92,12 @@ def band_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Band | None:
         return None
     if tuple(weight.shape) != (24576, 4096) or bias is not None:
         return None
-    few = len(x) <= 64
+    few, ahead = len(x) <= 64, 0 if tried("bare") else 256
     if tried("gate"):
-        return Band(64, 64, True, 4 if few else 8, 6 if few else 5)
+        return Band(64, 64, True, 4 if few else 8, 6 if few else 5, ahead)
     if tried("gate64"):
-        return Band(64, 64, False, 4, 4 if few else 3)
-    return Band(32, 64, False, 4, 4 if few else 3) if tried("gate32") else None
+        return Band(64, 64, False, 4, 4 if few else 3, ahead)
+    return Band(32, 64, False, 4, 4 if few else 3, ahead) if tried("gate32") else None
 
 
 def gated_product(x: Tensor, weight: Tensor, band: Band) -> Tensor:
@@ -108,7 +108,7 @@ def gated_product(x: Tensor, weight: Tensor, band: Band) -> Tensor:
     """
     (rows, inner), columns = x.shape, weight.shape[0] // 2
     block, half = max(16, triton.next_power_of_2(rows)), band.columns - band.n
-    out = x.new_empty(rows, columns)
+    out, early = x.new_empty(rows, columns), overlap(x)
     _gated_kernel[(columns // band.columns,)](
         TensorDescriptor.from_tensor(x, [block, band.k]),
         TensorDescriptor.from_tensor(weight, [band.n, band.k]),
@@ -122,10 +122,10 @@ def gated_product(x: Tensor, weight: Tensor, band: Band) -> Tensor:
         BLOCK_N=band.n,
         BLOCK_K=band.k,
         HALF=half,
-        AHEAD=band.ahead,
+        AHEAD=band.ahead if early["PDL"] else 0,
         LANES=32 * band.warps,
         num_warps=band.warps,
         num_stages=band.stages,
-        **overlap(x),
+        **early,
     )
     return out

@@ -32,6 +32,7 @@ def _rope_kernel(
     eps,
     run,
     steps,
+    storage_step,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
     NORMED: tl.constexpr,
@@ -48,6 +49,10 @@ def _rope_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, DIM // 2)
     slot = tl.load(slots + token).to(tl.int64)
+    layer = tl.program_id(2)  # of several whose heads lie side by side in `qkv`
+    qkv += layer * (queries + 2 * kv) * DIM
+    norms += layer * (queries + kv) * DIM
+    storage += layer.to(tl.int64) * storage_step
     turned, real = head < queries + kv, head < queries + 2 * kv
     base = qkv + token * stride + head[:, None] * DIM + half[None, :]
     if SUMS:
@@ -121,16 +126,20 @@ def rotate_and_store(
     `storage` [slots, 2 * kv, dim]. `source`: what `qkv` is a product of, if its 1 / rms is still
     due; it is applied here, and then `bias` [qkv's width] is added. `parts`: the product, if it
     comes in parts; `qkv` is then only written. A head must lie in one tile of the parts.
+
+    Several layers that share their input: `storage` [layers, slots, 2 * kv, dim], `norms` [layers,
+    queries + kv, dim], the layers side by side in `qkv`, neither `source` nor `parts`.
     """
+    layers = len(storage) if storage.dim() == 4 else 1
     squares = source.squares if source is not None else None
     shares = squares.shape[1] if squares is not None else 1
-    if parts is not None and (parts.n % storage.shape[2] or not qkv.is_contiguous()):
-        raise ValueError(f"heads of {storage.shape[2]} lie across tiles of {parts.n} columns")
-    tokens, dim = qkv.shape[0], storage.shape[2]
-    heads = qkv.shape[1] // dim
+    if parts is not None and (parts.n % storage.shape[-1] or not qkv.is_contiguous()):
+        raise ValueError(f"heads of {storage.shape[-1]} lie across tiles of {parts.n} columns")
+    tokens, dim = qkv.shape[0], storage.shape[-1]
+    heads = qkv.shape[1] // dim // layers
     block = 8 if heads >= 8 else triton.next_power_of_2(heads)
     cos, sin = tables if tables is not None else (qkv, qkv)
-    _rope_kernel[(tokens, triton.cdiv(heads, block))](
+    _rope_kernel[(tokens, triton.cdiv(heads, block), layers)](
         qkv,
         cos,
         sin,
@@ -149,6 +158,7 @@ def rotate_and_store(
         eps,
         parts.run if parts is not None else 1,
         parts.steps if parts is not None else 1,
+        storage[0].numel() if layers > 1 else 0,
         DIM=dim,
         HEADS=block,
         NORMED=norms is not None,

@@ -44,7 +44,7 @@ def _wide_kernel(
     program, steps = tl.program_id(0), tl.cdiv(inner, BLOCK_K)
     first = program * run
     n, low = first // steps * BLOCK_N, first % steps * BLOCK_K
-    if PDL:
+    if AHEAD:
         read_rows_ahead(raw_weight, n, inner, low, BLOCK_N, AHEAD, LANES)
     wait(PDL)
     m, at = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
@@ -101,20 +101,27 @@ class Parts:
 
 MEASURED = ((4096, 12288), (4096, 4096))
 """Columns and inner length of weights for which a cut beats the stock product (docs/log.md)."""
-_QKV = (6144, 4096)
+_QKV, _FEATURES = (6144, 4096), (4096, 20480)
 
 
 def cut_for(x: Tensor, weight: Tensor) -> Cut | None:
     """How to cut x @ weight.T, or None where the stock product is as fast."""
     if not 16 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
-    steps, few = weight.shape[1] // 64, len(x) <= 64
-    if tuple(weight.shape) in MEASURED:
-        if tried("cut"):
-            return Cut(128, 64, steps // 4, 4 if few else 8, 8 if few else 6)
-        return Cut(64, 128, steps // 8, 4, 3) if few else Cut(64, 64, steps // 2, 4, 6)
-    if tuple(weight.shape) == _QKV and tried("qkv"):
-        return Cut(128, 64, 24, 4 if few else 8, 7 if few else 5)
+    (columns, inner), few = weight.shape, len(x) <= 64
+    warps, steps = 4 if few else 8, inner // 64
+    ahead = 0 if tried("bare") else 1024 if tried("deep") else 512
+    if (columns, inner) == _FEATURES and tried("less"):
+        return Cut(128, 64, steps // 4, warps, 6, ahead)
+    if (columns, inner) in MEASURED and tried("cut"):
+        # Beside attention, before the output product, there is room for few stages.
+        return Cut(128, 64, steps // 4, warps, 4 if inner == 4096 else 6, ahead)
+    if (columns, inner) in MEASURED:
+        return (
+            Cut(64, 128, steps // 8, 4, 3, ahead) if few else Cut(64, 64, steps // 2, 4, 6, ahead)
+        )
+    if (columns, inner) == _QKV and tried("qkv"):
+        return Cut(128, 64, 24, warps, 5, ahead)
     return None
 
 
@@ -129,6 +136,7 @@ def partial_products(x: Tensor, weight: Tensor, cut: Cut) -> Parts:
     steps, tiles = triton.cdiv(inner, cut.k), triton.cdiv(columns, cut.n)
     even = steps % cut.run == 0
     most = steps // cut.run if even else triton.cdiv(steps - 1, cut.run) + 1
+    early = overlap(x)
     sums = torch.empty(most, rows, columns, dtype=torch.float32, device=x.device)
     _wide_kernel[(triton.cdiv(tiles * steps, cut.run),)](
         TensorDescriptor.from_tensor(x, [block, cut.k]),
@@ -143,10 +151,10 @@ def partial_products(x: Tensor, weight: Tensor, cut: Cut) -> Parts:
         BLOCK_N=cut.n,
         BLOCK_K=cut.k,
         CROSSES=not even,
-        AHEAD=cut.ahead,
+        AHEAD=cut.ahead if early["PDL"] else 0,
         LANES=32 * cut.warps,
         num_warps=cut.warps,
         num_stages=cut.stages,
-        **overlap(x),
+        **early,
     )
     return Parts(sums, cut.n, steps, cut.run)
