@@ -46,24 +46,23 @@ def _gated_kernel(
             read_rows_ahead(raw_weight, b, inner, 0, HALF, AHEAD, LANES)
             read_rows_ahead(raw_weight, columns + b, inner, 0, HALF, AHEAD, LANES)
     wait(PDL)
-    gate, up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    both = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     width: tl.constexpr = HALF if HALF else 16
-    more_gate = tl.zeros((BLOCK_M, width), tl.float32)
-    more_up = tl.zeros((BLOCK_M, width), tl.float32)
+    more = tl.zeros((BLOCK_M, 2 * width), tl.float32)
     for k in range(0, inner, BLOCK_K):
         xs = x.load([0, k])
-        gate = tl.dot(xs, weight.load([a, k]).T, gate)
-        up = tl.dot(xs, weight.load([columns + a, k]).T, up)
+        # Rows of the gate and rows of what it lets pass as one operand: x is then read once.
+        both = tl.dot(xs, weight.load([0, a, k]).reshape(2 * BLOCK_N, BLOCK_K).T, both)
         if HALF:
-            more_gate = tl.dot(xs, narrow.load([b, k]).T, more_gate)
-            more_up = tl.dot(xs, narrow.load([columns + b, k]).T, more_up)
-    _store_gated(gate, up, out, a, rows, columns, BLOCK_M, BLOCK_N)
+            more = tl.dot(xs, narrow.load([0, b, k]).reshape(2 * HALF, BLOCK_K).T, more)
+    _store_gated(both, out, a, rows, columns, BLOCK_M, BLOCK_N)
     if HALF:
-        _store_gated(more_gate, more_up, out, b, rows, columns, BLOCK_M, HALF)
+        _store_gated(more, out, b, rows, columns, BLOCK_M, HALF)
 
 
 @triton.jit
-def _store_gated(gate, up, out, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _store_gated(both, out, n, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    gate, up = both.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
     m, at = tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
     value = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
     tl.store(out + m[:, None] * columns + at[None, :], value, mask=(m < rows)[:, None])
@@ -108,11 +107,12 @@ def gated_product(x: Tensor, weight: Tensor, band: Band) -> Tensor:
     """
     (rows, inner), columns = x.shape, weight.shape[0] // 2
     block, half = max(16, triton.next_power_of_2(rows)), band.columns - band.n
+    halves = weight.view(2, columns, inner)
     out, early = x.new_empty(rows, columns), overlap(x)
     _gated_kernel[(columns // band.columns,)](
         TensorDescriptor.from_tensor(x, [block, band.k]),
-        TensorDescriptor.from_tensor(weight, [band.n, band.k]),
-        TensorDescriptor.from_tensor(weight, [half or band.n, band.k]),
+        TensorDescriptor.from_tensor(halves, [2, band.n, band.k]),
+        TensorDescriptor.from_tensor(halves, [2, half or band.n, band.k]),
         weight,
         out,
         rows,
