@@ -2,8 +2,8 @@
 
     python bench/gpu_try.py [--out FILE.jsonl] [--limit SECONDS] [--only NAME+NAME,NAME]
 
-First every way runs on four layers in its own process, all at once: that compiles its kernels and
-finds those that fail or hang. Then one process captures the whole step of the 8B shape in every
+First `SMOKES` run on four layers, each in its own process, all at once: that compiles the kernels
+and finds those that fail or hang. Then one process captures the whole step of the 8B shape in every
 way that is left and replays them in turn, so that the machine's moods hit all alike; where it says
 nothing for a while it is killed, the way it was at is dropped, and the rest goes on. Each line is
 written as it is found. `error`: relative distance of the logits from those of the step as it is;
@@ -31,16 +31,24 @@ HERE = Path(__file__).resolve()
 SHAPE = HERE.parent / "shapes" / "dense-8b.json"
 BASE = "as-is"
 ALL = "pdl+cut+qkv+gate+att+less"
-WAYS = [
-    "pdl", "cut", "qkv", "gate", "gate64", "gate32", "less", "pdl+att", "pdl+cut", "pdl+gate",
-    "pdl+cut+gate", "pdl+cut+gate64", "pdl+cut+gate32", "pdl+cut+qkv+gate",
-    "pdl+cut+gate+att+less", "pdl+cut+qkv+gate+less", ALL, f"{ALL}+deep",
+SMOKES = [
+    "pdl", "cut", "qkv", "gate", "gate64", "gate32", "less", "wg", "pdl+att",
+    "pdl+cut+qkv+gate+less", "pdl+cut+gate64", "pdl+gate32+wg+wg32",
 ]  # fmt: skip
-SCENES = {  # drafter, users, given tokens a row-step, whether all ways are measured
-    "dflash x 16": ("dflash:7", 16, 4.0, True),
-    "ngram x 16": ("ngram:3", 16, 1.0, True),
-    "none x 16": ("none", 16, None, False),
-    "dflash x 1": ("dflash:7", 1, 4.0, False),
+"""Between them these compile nearly all that the ways below need."""
+WAYS = [
+    "pdl", "cut", "qkv", "gate", "gate64", "gate32", "less", "wg", "wg+wg32", "pdl+att",
+    "pdl+cut", "pdl+gate", "pdl+cut+gate", "pdl+cut+gate+bare", "pdl+cut+gate+deep",
+    "pdl+cut+gate64", "pdl+cut+gate32", "pdl+cut+qkv+gate", "pdl+cut+gate+att+less",
+    "pdl+cut+gate+wg+less", "pdl+cut+gate+wg+att+less", ALL, f"{ALL}+wg", f"{ALL}+wg+wg32",
+]  # fmt: skip
+FINAL = ["pdl", "pdl+cut", "pdl+cut+gate", "pdl+cut+gate+att+less", ALL, f"{ALL}+wg"]
+"""What is also measured where a draft is short."""
+SCENES = {  # drafter, users, given tokens a row-step, the ways that can matter there
+    "dflash x 16": ("dflash:7", 16, 4.0, WAYS),
+    "ngram x 16": ("ngram:3", 16, 1.0, FINAL),
+    "none x 16": ("none", 16, None, [ALL]),
+    "dflash x 1": ("dflash:7", 1, 4.0, [ALL]),
 }
 CONTEXT, ROUNDS, REPLAYS, REPEATS = 1024, 7, 10, 30
 
@@ -199,7 +207,7 @@ def work(ways: list[str], scenes: list[str]) -> None:
             say(at="prefill", scene=scene)
             bench = bench_for(loaded, scene, 36)
             want, drafts = bench.logits(), bench.drafts()
-            here = [BASE, *(w for w in ways if SCENES[scene][3] or w.startswith(ALL))]
+            here = [BASE, *(w for w in ways if w in SCENES[scene][3])]
             graphs = {}
             for way in here:
                 say(at=way, scene=scene, doing="capture")
@@ -267,9 +275,9 @@ class Child:
 
 
 def sound(ways: list[str], write: Callable[[dict[str, Any]], None], end: float) -> list[str]:
-    """The ways that pass on four layers; all run at once, the step as it is among them."""
-    children = {way: Child("--smoke", way) for way in (BASE, *ways)}
-    good = []
+    """The ways with nothing in them that fails on four layers; all are tried at once."""
+    children = {way: Child("--smoke", way) for way in (BASE, *SMOKES)}
+    bad: list[set[str]] = []
     quiet = True  # whether the step as it is gives the same bits every time
     for way, child in children.items():
         found = []
@@ -278,11 +286,10 @@ def sound(ways: list[str], write: Callable[[dict[str, Any]], None], end: float) 
             found.append(line["error"] < 0.05 and (line["races"] == 0 or not quiet))
         if way == BASE:
             quiet = found == [True, True]
-        elif found == [True, True]:
-            good.append(way)
-        else:
+        elif found != [True, True]:
+            bad.append(set(way.split("+")))
             write({"dropped": way, "silent": child.silent, "rc": child.process.returncode})
-    return good
+    return [way for way in ways if not any(names <= set(way.split("+")) for names in bad)]
 
 
 def measured(ways: list[str], write: Callable[[dict[str, Any]], None], end: float) -> None:

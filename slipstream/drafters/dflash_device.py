@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
 from slipstream.models.cuda.attention import Tiles
-from slipstream.models.cuda.layers import Flat, logits, product, run_layers
 from slipstream.models.cuda.launch import tried
+from slipstream.models.cuda.layers import Flat, logits, product, run_layers
 from slipstream.models.cuda.norm import add_norm, rms_norm
 from slipstream.models.cuda.rope import rotate_and_store
 from slipstream.models.cuda.wide import cut_for, partial_products

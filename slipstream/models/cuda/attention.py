@@ -20,6 +20,7 @@ from slipstream.models.cuda.launch import overlap, read_ahead, tried, wait
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
+_GROUP_ROWS = 64  # that four warps multiply at once
 _FEW_SPLITS = 8
 """So many partial results are merged by one program as fast as a launch takes."""
 
@@ -113,8 +114,8 @@ def _attend_kernel(
     table = pages + row.to(tl.int64) * pages_width
     if AHEAD:
         soon = low + tl.arange(0, AHEAD)
-        soon_page = tl.load(table + soon // PAGE, mask=soon < high, other=0).to(tl.int64)
-        first_key = storage + ((soon_page * PAGE + soon % PAGE) * 2 * kv + head) * DIM
+        soon_at = tl.load(table + soon // PAGE, mask=soon < high, other=0).to(tl.int64) * PAGE
+        first_key = storage + ((soon_at + soon % PAGE) * 2 * kv + head) * DIM
         read_ahead(first_key, DIM * 2)
         read_ahead(first_key + kv * DIM, DIM * 2)
     wait(PDL)
@@ -162,7 +163,8 @@ def _attend_kernel(
         tl.store(part_sums + cell * 2, peak)
         tl.store(part_sums + cell * 2 + 1, total)
         if low < high:
-            tl.store(part_out + cell[:, None] * DIM + dim[None, :], acc)
+            part = part_out + cell[:, None] * DIM + dim[None, :]
+            tl.store(part, acc, mask=alive[:, None])
         last = False
         if MERGED:
             tl.debug_barrier()  # the whole program has stored before its ticket is taken
@@ -175,15 +177,13 @@ def _attend_kernel(
                 )
     if last:
         if SINKS:
-            sink = (
-                tl.load(sinks + query_head, mask=alive, other=0.0).to(tl.float32)
-                * 1.4426950408889634
-            )
+            sink = tl.load(sinks + query_head, mask=alive, other=0.0).to(tl.float32)
+            sink = sink * 1.4426950408889634
             higher = tl.maximum(peak, sink)
             acc = acc * tl.exp2(peak - higher)[:, None]
             total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
         mean = acc / tl.where(total > 0, total, 1.0)[:, None]
-        target = out + flat[:, None] * queries * DIM + query_head[:, None] * DIM + dim[None, :]
+        target = out + (flat * queries + query_head)[:, None] * DIM + dim[None, :]
         tl.store(target, mean.to(out.dtype.element_ty), mask=alive[:, None])
 
 
@@ -296,7 +296,8 @@ def scratch_for(
     tiles: int, *, kv: int, dim: int, group: int, tokens: int, splits: int, device: torch.device
 ) -> Scratch:
     """Room for the partial results of one layer's attention; layers may share it."""
-    shape = (tiles, kv, splits, block_rows(tokens, group)) if splits > 1 else (1, 1, 1, 1)
+    rows = max(_GROUP_ROWS, block_rows(tokens, group))
+    shape = (tiles, kv, splits, rows) if splits > 1 else (1, 1, 1, 1)
     return Scratch(
         torch.empty((*shape, dim), dtype=torch.float32, device=device),
         torch.empty((*shape, 2), dtype=torch.float32, device=device),
@@ -328,6 +329,8 @@ def attend(
     block = block_rows(tiles.tokens, group)
     out = qkv.new_empty(len(qkv), queries * dim)
     shape = Reading(32, 2) if single else reading_for(tiles.splits, block)
+    if tried("wg") and block == 32 and tiles.splits <= 4 and not single:
+        block, shape = _GROUP_ROWS, Reading(32, 5) if tried("wg32") else Reading(64, 3)
     early = overlap(qkv)
     ahead = 32 * shape.warps if early["PDL"] and tried("att") and tiles.splits <= 4 else 0
     _attend_kernel[(tiles.row.shape[0], kv, tiles.splits)](
@@ -364,14 +367,14 @@ def attend(
         **early,
     )
     if tiles.splits > _FEW_SPLITS:
-        _merge(scratch, tiles, out, kv=kv, group=group, sinks=sinks)
+        _merge(scratch, tiles, out, block=block, kv=kv, sinks=sinks)
     return out
 
 
 def _merge(
-    scratch: Scratch, tiles: Tiles, out: Tensor, *, kv: int, group: int, sinks: Tensor | None
+    scratch: Scratch, tiles: Tiles, out: Tensor, *, block: int, kv: int, sinks: Tensor | None
 ) -> None:
-    block, dim = scratch.out.shape[3:]
+    group, dim = out.shape[1] // scratch.out.shape[4] // kv, scratch.out.shape[4]
     padded = triton.next_power_of_2(tiles.splits)
     lanes = max(1, min(triton.next_power_of_2(tiles.tokens * group), 32 // padded))
     _merge_kernel[(tiles.row.shape[0], kv, triton.cdiv(tiles.tokens * group, lanes))](

@@ -126,7 +126,7 @@ def cut_for(x: Tensor, weight: Tensor) -> Cut | None:
 
 
 def partial_products(x: Tensor, weight: Tensor, cut: Cut) -> Parts:
-    """x @ weight.T in parts.
+    """X @ weight.T in parts.
 
     `x` [rows, inner] contiguous, at most 128 rows; `weight` [columns, inner], columns a multiple of
     `cut.n` and inner of `cut.k`.
