@@ -243,8 +243,12 @@ class Child:
     """A process of this script and its lines; `lines` ends at its end or where it falls silent."""
 
     def __init__(self, *options: str) -> None:
+        paths = [str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")]
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE), *options], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(HERE), *options],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
         self._queue: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()

@@ -72,7 +72,7 @@ def _draft_config(config: ModelConfig, layers: int) -> ModelConfig:
 
 
 def _as_one(storage: list[Tensor]) -> Tensor | None:
-    """The layers' storage as one [layers, slots, 2 * kv, dim], None where it was not made as one."""
+    """The layers' storage as one [layers, slots, 2 * kv, dim]; None where it does not lie so."""
     first, size = storage[0], storage[0].numel() * storage[0].element_size()
     start = first.data_ptr()
     if any(s.data_ptr() != start + i * size for i, s in enumerate(storage)):

@@ -366,8 +366,8 @@ class Chooser:
         return self._ids.gather(1, self._peaks.argmax(1, keepdim=True)).squeeze(1)
 
     def draft(self, logits: Tensor, *, drafts: Tensor, counts: Tensor) -> None:
-        """`best` of every position but a row's first: `drafts` int32 [rows, width - 1], and `counts`
-        int32 [rows] of how many these are.
+        """`best` of every position but a row's first: `drafts` int32 [rows, width - 1], and how
+        many these are: `counts` int32 [rows].
         """
         self._first_pass(logits)
         _draft_kernel[(self._rows,)](

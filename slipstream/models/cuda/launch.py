@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TRIED = {name for name in os.environ.get("SLIPSTREAM_TRY", "").split(",") if name}
-"""Ways under measurement that are on (`bench/gpu_try.py`)."""
+TRIED = {name for name in os.environ.get("SLIPSTREAM_TRY", "").split("+") if name}
+"""Ways under measurement that are on, such as `pdl+cut` (`bench/gpu_try.py`)."""
 
 FEW = 16
 """Up to this many rows a step is a read of weights by programs that need all the room there is."""

@@ -121,7 +121,8 @@ def cut_for(x: Tensor, weight: Tensor) -> Cut | None:
             Cut(64, 128, steps // 8, 4, 3, ahead) if few else Cut(64, 64, steps // 2, 4, 6, ahead)
         )
     if (columns, inner) == _QKV and tried("qkv"):
-        return Cut(128, 64, 24, warps, 4, ahead)  # room for the norm's programs beside it
+        # Room for the norm's programs beside it; no run begins less than 512 before a row's end.
+        return Cut(128, 64, 24, warps, 4, min(ahead, 512))
     return None
 
 
