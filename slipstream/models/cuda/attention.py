@@ -9,7 +9,7 @@ ordered (group, kv_head), as everywhere here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.models.cuda.launch import overlap, read_ahead, tried, wait
+from slipstream.models.cuda.reading import Reading, reading_for
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -272,21 +273,6 @@ def _merge_kernel(
     tl.store(target, mean.to(out.dtype.element_ty), mask=alive[:, None])
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Positions a program reads at once, how many such reads are in flight, and its warps."""
-
-    positions: int
-    stages: int
-    warps: int = 4
-
-
-def reading_for(splits: int, block: int) -> Reading:
-    """Measured on one NVIDIA H200 (docs/gpu.md): many programs take small bites, few large ones."""
-    shape = Reading(32, 5, 2) if splits <= 4 else Reading(64, 2)
-    return shape if block <= 32 else replace(shape, warps=8 if block >= 128 else 4)
-
-
 def block_rows(tokens: int, group: int) -> int:
     """(token, query head) pairs a tile of so many tokens is padded to."""
     return max(16, triton.next_power_of_2(tokens * group))
@@ -326,11 +312,8 @@ def attend(
     kv, dim = storage.shape[1] // 2, storage.shape[2]
     queries = qkv.shape[1] // dim - 2 * kv
     group, single = queries // kv, qkv.dtype == torch.float32
-    block = block_rows(tiles.tokens, group)
+    block, shape = _shape(tiles, group, single=single)
     out = qkv.new_empty(len(qkv), queries * dim)
-    shape = Reading(32, 2) if single else reading_for(tiles.splits, block)
-    if tried("wg") and block == 32 and tiles.splits <= 4 and not single:
-        block, shape = _GROUP_ROWS, Reading(32, 5) if tried("wg32") else Reading(64, 3)
     early = overlap(qkv)
     ahead = 32 * shape.warps if early["PDL"] and tried("att") and tiles.splits <= 4 else 0
     _attend_kernel[(tiles.row.shape[0], kv, tiles.splits)](
@@ -346,8 +329,7 @@ def attend(
         tiles.token,
         tiles.pages,
         tiles.pages.shape[1],
-        queries,
-        kv,
+        *(queries, kv),
         LOG2E / dim**0.5,
         window or 0,
         PAGE=page_size,
@@ -369,6 +351,16 @@ def attend(
     if tiles.splits > _FEW_SPLITS:
         _merge(scratch, tiles, out, block=block, kv=kv, sinks=sinks)
     return out
+
+
+def _shape(tiles: Tiles, group: int, *, single: bool) -> tuple[int, Reading]:
+    """Rows that a tile is padded to, and how it reads."""
+    block = block_rows(tiles.tokens, group)
+    if single:
+        return block, Reading(32, 2)
+    if tried("wg") and block == 32 and tiles.splits <= 4:
+        return _GROUP_ROWS, Reading(32, 5) if tried("wg32") else Reading(64, 3)
+    return block, reading_for(tiles.splits, block)
 
 
 def _merge(

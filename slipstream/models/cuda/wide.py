@@ -84,8 +84,10 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A product in parts: `sums` float32 [most, rows, columns]; of the `n` columns of tile t the
-    parts 0 to `count(t) - 1` add up, the others were never written.
+    """A product in parts: `sums` float32 [most, rows, columns], in tiles of `n` columns.
+
+    Tile t took steps t * steps to t * steps + steps - 1, `run` of them a program; each program that
+    took part left a part there, in order. What is behind the last of them was never written.
     """
 
     sums: Tensor
