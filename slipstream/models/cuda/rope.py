@@ -139,25 +139,21 @@ def rotate_and_store(
     heads = qkv.shape[1] // dim // layers
     block = 8 if heads >= 8 else triton.next_power_of_2(heads)
     cos, sin = tables if tables is not None else (qkv, qkv)
+    cut = parts or Parts(qkv, 1, 1, 1)
     _rope_kernel[(tokens, triton.cdiv(heads, block), layers)](
         qkv,
         cos,
         sin,
         norms if norms is not None else qkv,
-        positions,
-        slots,
-        storage,
+        *(positions, slots, storage),
         bias if bias is not None else qkv,
         squares if squares is not None else qkv,
-        parts.sums if parts is not None else qkv,
+        cut.sums,
         qkv.stride(0),
-        heads - 2 * kv,
-        kv,
-        shares,
+        *(heads - 2 * kv, kv, shares),
         source.x.shape[1] if source is not None else 1,
         eps,
-        parts.run if parts is not None else 1,
-        parts.steps if parts is not None else 1,
+        *(cut.run, cut.steps),
         storage[0].numel() if layers > 1 else 0,
         DIM=dim,
         HEADS=block,
@@ -166,8 +162,8 @@ def rotate_and_store(
         HAS_BIAS=bias is not None,
         SCALED=squares is not None,
         PARTS=triton.next_power_of_2(shares),
-        SUMS=len(parts.sums) if parts is not None else 0,
-        SUMS_COLUMNS=parts.n if parts is not None else 1,
+        SUMS=len(cut.sums) if parts is not None else 0,
+        SUMS_COLUMNS=cut.n,
         num_warps=2,
         **overlap(qkv),
     )
