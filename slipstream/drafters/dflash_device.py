@@ -24,6 +24,7 @@ from slipstream.models.dense import Model
 from slipstream.models.linear import Linear
 from slipstream.models.shapes import random_model
 from slipstream.sampling.fused import Chooser
+from slipstream.sampling.likeliest import Likeliest
 from slipstream.target.device import scratch_of, splits_for
 from slipstream.target.graphs import Step
 from slipstream.target.slots import prepare
@@ -104,7 +105,9 @@ class DFlashPass:
         self._positions = torch.zeros(count, dtype=torch.int32, device=device)
         self._cells = torch.zeros(count, dtype=torch.int32, device=device)
         self._first = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._chooser = Chooser(rows, width, vocab=weights.model.config.vocab_size, device=device)
+        vocab = weights.model.config.vocab_size
+        self._chooser = Chooser(rows, width, vocab=vocab, device=device)
+        self._likeliest = Likeliest(rows, width, vocab=vocab, device=device)
         self._zeros = torch.zeros(
             count, weights.norm.shape[0], dtype=weights.norm.dtype, device=device
         )
@@ -172,7 +175,7 @@ class DFlashPass:
         flat = self._flat(step, rows, width)
         hidden, _ = run_layers(model, F.embedding(self._ids, model.embedding), flat, self._storage)
         if tried("less"):
-            self._chooser.draft(logits(model, hidden), drafts=step.drafts, counts=step.counts)
+            self._likeliest.draft(logits(model, hidden), drafts=step.drafts, counts=step.counts)
             return
         best = self._chooser.best(logits(model, hidden)).view(rows, width)
         step.drafts.copy_(best[:, 1:])

@@ -41,7 +41,8 @@ class Knobs:
 
 
 @triton.jit
-def _peaks_kernel(logits, peaks, ids, vocab, parts, PART: tl.constexpr):
+def peaks_kernel(logits, peaks, ids, vocab, parts, PART: tl.constexpr):
+    """Highest logit and its token in each part of a row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * PART + tl.arange(0, PART)
     values = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
@@ -237,7 +238,7 @@ def _draw_kernel(
 
 
 @triton.jit
-def _best(peaks, ids, line, mine, parts, PARTS: tl.constexpr):
+def best_of(peaks, ids, line, mine, parts, PARTS: tl.constexpr):
     """Argmax of each of a row's positions, and whether its logits have a law."""
     part = tl.arange(0, PARTS)
     inside = mine[:, None] & (part < parts)[None, :]
@@ -246,24 +247,6 @@ def _best(peaks, ids, line, mine, parts, PARTS: tl.constexpr):
     peak = tl.max(values, 1)
     choice = tl.load(ids + line * parts + tl.argmax(values, 1), mask=mine, other=0)
     return choice, (peak < float("inf")) & (peak > float("-inf"))
-
-
-@triton.jit
-def _draft_kernel(
-    peaks,
-    ids,
-    drafts,
-    counts,
-    parts,
-    WIDTH: tl.constexpr,
-    WIDTH_PADDED: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    row, place = tl.program_id(0), tl.arange(0, WIDTH_PADDED)
-    mine = (place > 0) & (place < WIDTH)
-    choice, _ = _best(peaks, ids, row * WIDTH + place, mine, parts, PARTS)
-    tl.store(drafts + row * (WIDTH - 1) + place - 1, choice, mask=mine)
-    tl.store(counts + row, WIDTH - 1)
 
 
 @triton.jit
@@ -295,7 +278,7 @@ def _accept_kernel(
     place = tl.arange(0, WIDTH_PADDED)
     line = row * WIDTH + place
     mine = place < length
-    choice, sound = _best(peaks, ids, line, mine, parts, PARTS)
+    choice, sound = best_of(peaks, ids, line, mine, parts, PARTS)
     if SAMPLED:  # noqa: SIM102  (one is known to the compiler, one to the device)
         if tl.load(heat + slot) > 0:
             choice = tl.load(chosen + line, mask=mine, other=0)
@@ -365,24 +348,8 @@ class Chooser:
         self._first_pass(logits)
         return self._ids.gather(1, self._peaks.argmax(1, keepdim=True)).squeeze(1)
 
-    def draft(self, logits: Tensor, *, drafts: Tensor, counts: Tensor) -> None:
-        """`best` of every position but a row's first: `drafts` int32 [rows, width - 1], and how
-        many these are: `counts` int32 [rows].
-        """
-        self._first_pass(logits)
-        _draft_kernel[(self._rows,)](
-            self._peaks,
-            self._ids,
-            drafts,
-            counts,
-            self._parts,
-            WIDTH=self._width,
-            WIDTH_PADDED=triton.next_power_of_2(self._width),
-            PARTS=triton.next_power_of_2(self._parts),
-        )
-
     def _first_pass(self, logits: Tensor) -> None:
-        _peaks_kernel[(self._rows * self._width, self._parts)](
+        peaks_kernel[(self._rows * self._width, self._parts)](
             logits, self._peaks, self._ids, self._vocab, self._parts, PART=PART
         )
 

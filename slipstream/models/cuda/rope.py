@@ -138,12 +138,10 @@ def rotate_and_store(
     tokens, dim = qkv.shape[0], storage.shape[-1]
     heads = qkv.shape[1] // dim // layers
     block = 8 if heads >= 8 else triton.next_power_of_2(heads)
-    cos, sin = tables if tables is not None else (qkv, qkv)
     cut = parts or Parts(qkv, 1, 1, 1)
     _rope_kernel[(tokens, triton.cdiv(heads, block), layers)](
         qkv,
-        cos,
-        sin,
+        *(tables or (qkv, qkv)),
         norms if norms is not None else qkv,
         *(positions, slots, storage),
         bias if bias is not None else qkv,
@@ -152,8 +150,7 @@ def rotate_and_store(
         qkv.stride(0),
         *(heads - 2 * kv, kv, shares),
         source.x.shape[1] if source is not None else 1,
-        eps,
-        *(cut.run, cut.steps),
+        *(eps, cut.run, cut.steps),
         storage[0].numel() if layers > 1 else 0,
         DIM=dim,
         HEADS=block,
