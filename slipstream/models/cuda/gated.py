@@ -1,4 +1,4 @@
-"""The gated product of 17 to 128 rows: both halves of the MLP's first weight and the gate between.
+"""The gated product of 33 to 128 rows: both halves of the MLP's first weight and the gate between.
 
 24,576 columns in tiles of 128 or 256 leave a third of a chip of 132 multiprocessors without work at
 the end. Here a program takes one and a half blocks of columns of either half, so that 12,288 gated
@@ -87,7 +87,7 @@ class Band:
 
 def band_for(x: Tensor, weight: Tensor, bias: Tensor | None) -> Band | None:
     """How to cut the gated product, or None where stock product and gate are as fast."""
-    if not 16 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16 or not is_hopper(x.device):
+    if not 32 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16 or not is_hopper(x.device):
         return None
     if tuple(weight.shape) != (24576, 4096) or bias is not None:
         return None

@@ -113,16 +113,16 @@ def cut_for(x: Tensor, weight: Tensor) -> Cut | None:
     (columns, inner), few = weight.shape, len(x) <= 64
     warps, steps = 4 if few else 8, inner // 64
     ahead = 0 if tried("bare") else 1024 if tried("deep") else 512
-    if (columns, inner) == _FEATURES and tried("less"):
+    if (columns, inner) == _FEATURES and tried("less") and len(x) > 32:
         return Cut(128, 64, steps // 4, warps, 6, ahead)
-    if (columns, inner) in MEASURED and tried("cut"):
+    if (columns, inner) in MEASURED and tried("cut") and len(x) > 32:
         # Beside attention, before the output product, there is room for few stages.
         return Cut(128, 64, steps // 4, warps, 4 if inner == 4096 else 6, ahead)
     if (columns, inner) in MEASURED:
         return (
             Cut(64, 128, steps // 8, 4, 3, ahead) if few else Cut(64, 64, steps // 2, 4, 6, ahead)
         )
-    if (columns, inner) == _QKV and tried("qkv"):
+    if (columns, inner) == _QKV and tried("qkv") and len(x) > 32:
         # Room for the norm's programs beside it; no run begins less than 512 before a row's end.
         return Cut(128, 64, 24, warps, 4, min(ahead, 512))
     return None
