@@ -129,26 +129,49 @@ def ratio(line: Line) -> float:
     return float(line["step"] / line["floor"])
 
 
-def traffic() -> str:
+def traffic(s: dict[str, Any]) -> str:
     """Requests that come and go."""
-    s = json.loads((RESULTS / "soak.json").read_text())
-    sampled = sum(f["temperature"] > 0 for f in s["forks"])
+    compared = s.get("compared", s["requests"])
+    forks = s["forks"]
+    sampled = sum(f["temperature"] > 0 for f in forks)
+    which = "Each" if compared == s["requests"] else f"Of these {compared} drawn at random"
+    verb = "was" if compared == s["requests"] else "were"
     return f"""
 ## Requests that come and go
 
 `bench/gpu_soak.py`: SmolLM2-135M in float32, up to 16 users, mixed lengths, greedy and sampled at
-random, n-gram on, {s["seconds"]:.0f} seconds of arrivals, {s["requests"]} requests,
-{s["lane_steps"]:,} steps in the lane. Each was answered again alone by plain decoding:
-{len(s["forks"]) - sampled} greedy answers differ; {sampled} sampled ones do. Batches round
-differently, and a draw near the edge of a token's share can fall on its other side; that this is all
-there is to it has not been shown. The longest host
+random, n-gram on, {s["seconds"]:.0f} seconds of arrivals, {s["requests"]:,} requests,
+{s["lane_steps"]:,} steps in the lane. {which} {verb} answered again alone by plain decoding:
+{len(forks) - sampled} greedy answers differ; {sampled} sampled ones do. {reasons(s)} The longest host
 time between two steps was {s["worst_host_steps"]:.2f} steps, the median {s["median_host_steps"]:.3f}.
 """
 
 
+def reasons(s: dict[str, Any]) -> str:
+    """What is known of the answers that differ."""
+    if not s["forks"]:
+        return "So there is nothing to explain."
+    text = "Batches\nround differently, and a draw near the edge of a token's share can fall on its other side"
+    if "forks_at_rounding" not in s:
+        return f"{text}; that this is all\nthere is to it has not been shown."
+    misses = [f["miss"] for f in s["forks"] if "miss" in f]
+    margins = [f["margin"] for f in s["forks"] if "margin" in f]
+    within, many = s["forks_at_rounding"], len(s["forks"])
+    text += f":\n{within} of the {many} are explained by that (**{many - within} are not**)."
+    if within == many:
+        text = text.replace(f" (**{many - within} are not**)", "")
+    if margins:
+        text += f"\nThe widest margin between the two tokens of a greedy one was {max(margins):.1e} nats (limit {s['tolerance']:.0e})."
+    if misses:
+        text += f"\nThe uniform number of a sampled one missed the other token's share by at most {max(misses):.1e} (limit {s['share']:.0e})."
+    return text
+
+
 def page() -> str:
     steps = "".join(step_row(c) for c in lines("cost.jsonl"))
-    return HEAD + steps + bars() + peers() + traffic()
+    return (
+        HEAD + steps + bars() + peers() + traffic(json.loads((RESULTS / "soak.json").read_text()))
+    )
 
 
 def main() -> int:

@@ -1,5 +1,6 @@
 """Tables in README and docs are what the ledgers in bench/results say."""
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -67,3 +68,26 @@ def test_lookup_never_loses():
     for label, name in longest.items():
         for arm in ("ngram:3", "ngram:8"):
             assert cell(longer(name), label, arm).speedup.low >= 0.97, (label, arm)
+
+
+def test_the_soak_says_how_many_were_compared_and_what_is_explained():
+    spec = importlib.util.spec_from_file_location("gpu_table", ROOT / "bench" / "gpu_table.py")
+    gpu_table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gpu_table)
+    soak = {"seconds": 120.0, "requests": 2310, "lane_steps": 41000, "worst_host_steps": 0.9}
+    soak |= {"median_host_steps": 0.004, "tolerance": 1e-3, "share": 1e-3, "compared": 600}
+    forks = [
+        {"at": 3, "temperature": 0.7, "miss": 2e-5},
+        {"at": 9, "temperature": 0.7, "miss": 0.2},
+        {"at": 5, "temperature": 0.0, "margin": 3e-4},
+    ]
+    text = gpu_table.traffic({**soak, "forks": forks, "forks_at_rounding": 2})
+    said = " ".join(text.split())
+    assert "Of these 600 drawn at random were answered again alone" in said
+    assert "1 greedy answers differ; 2 sampled ones do." in said
+    assert "2 of the 3 are explained by that (**1 are not**)." in said
+    assert "3.0e-04 nats (limit 1e-03)" in said
+    assert "by at most 2.0e-01 (limit 1e-03)" in said
+    all_well = gpu_table.traffic({**soak, "forks": forks[:1], "forks_at_rounding": 1})
+    assert "1 of the 1 are explained by that." in " ".join(all_well.split())
+    assert "nothing to explain" in gpu_table.traffic({**soak, "forks": [], "forks_at_rounding": 0})
