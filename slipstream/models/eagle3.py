@@ -23,6 +23,7 @@ from slipstream.models.attention import Segment, attend_all
 from slipstream.models.checkpoint import compare_tensors, opened, read_json
 from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model, group_major
+from slipstream.models.layer_ids import MARK, layers_read
 from slipstream.models.layers import Norm, rms_norm, rotate_
 from slipstream.models.linear import Linear, linear, linear_add, pack
 from slipstream.models.rope import RopeTable
@@ -36,7 +37,8 @@ class Eagle3Config:
     """`model`: the draft layer. `taps`: `hs[i]` indices of the features. `draft_vocab`: rows
     of a head of its own, None to use the target's. `norm_before_fc`, `fc_norm`: one norm over all
     features, or one each; `norm_output`: what is fed back has gone through the final norm;
-    `norm_before_residual`: the residual is the normed feature.
+    `norm_before_residual`: the residual is the normed feature. `layers`: what to tell the user
+    about which layers are read and why.
     """
 
     model: ModelConfig
@@ -46,6 +48,7 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    layers: str = ""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -163,11 +166,11 @@ class Eagle3:
         return rms_norm(states, self.norm) if self.config.norm_output else states
 
 
-def read_eagle3_config(folder: Path) -> Eagle3Config:
-    """The config of a checkpoint folder. Raises `ModelError` where it is not one of EAGLE-3.
+def read_eagle3_config(folder: Path, num_layers: int, *, layer_ids: str = "auto") -> Eagle3Config:
+    """The config of a checkpoint folder, for a target of `num_layers` layers.
 
-    Layer ids are boundaries, `hs[id]`, as vLLM and the speculators format read them; without any,
-    the default boundaries (2, n // 2, n - 3) of the target's `num_target_layers`.
+    `layer_ids`: how ids are read (`models.layer_ids`). Raises `ModelError` where it is not one of
+    EAGLE-3 or does not fit.
     """
     hf = read_json(folder / "config.json")
     names = hf.get("architectures") or ()
@@ -177,15 +180,7 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
             f"{ARCHITECTURE!r} is needed."
         )
     own = hf.get("eagle_config") or {}
-    taps = own.get("eagle_aux_hidden_state_layer_ids") or hf.get("aux_hidden_state_layer_ids")
-    if taps is None:
-        layers = hf.get("num_target_layers")
-        if not isinstance(layers, int):
-            raise ModelError(
-                f"{folder} names no eagle_aux_hidden_state_layer_ids in its eagle_config, and no "
-                "num_target_layers to take the default ones from; add one of them."
-            )
-        taps = default_taps(layers)
+    read = layers_read(hf, num_layers, reading=layer_ids, source=str(folder))
     if hf.get("num_hidden_layers", 1) != 1:
         raise ModelError(f"{folder} has {hf['num_hidden_layers']} draft layers; 1 is supported.")
 
@@ -195,23 +190,19 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     model = from_hf({**hf, "model_type": "llama", "tie_word_embeddings": False}, source=str(folder))
     return Eagle3Config(
         model,
-        tuple(int(t) for t in taps),
+        read.taps,
         hf.get("draft_vocab_size"),
         norm_before_fc=flag("norm_before_fc"),
         fc_norm=flag("fc_norm"),
         norm_output=flag("norm_output"),
         norm_before_residual=flag("norm_before_residual"),
+        layers=read.sentence(str(folder)),
     )
 
 
-def default_taps(num_layers: int) -> tuple[int, ...]:
-    """The boundaries most checkpoints read: (2, n // 2, n - 3), as far as there are layers."""
-    return tuple(sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)}))
-
-
-def load_eagle3(folder: Path, target: Model) -> Eagle3:
+def load_eagle3(folder: Path, target: Model, *, layer_ids: str = "auto") -> Eagle3:
     """Read a checkpoint for a target. Raises `ModelError` naming what does not fit."""
-    config = read_eagle3_config(folder)
+    config = read_eagle3_config(folder, target.config.num_layers, layer_ids=layer_ids)
     _check_target(config, target.config, folder)
     with opened(folder) as handles:
         names = {_plain(name): name for name in handles}
@@ -267,7 +258,10 @@ def from_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Mo
 
 
 def save_eagle3(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint that `load_eagle3`, vLLM and SGLang read."""
+    """Write a checkpoint that `load_eagle3` and vLLM read.
+
+    Ids are boundaries. SGLang would add one to each: for it, write outputs (ids less one).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     hf: dict[str, Any] = dict(config.model.hf)
     hf |= {
@@ -279,6 +273,7 @@ def save_eagle3(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor
         "eagle_config": {
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": list(config.taps),
+            MARK: "boundaries",
             "norm_before_fc": config.norm_before_fc,
         },
     }
@@ -302,9 +297,4 @@ def _check_target(config: Eagle3Config, target: ModelConfig, folder: Path) -> No
         raise ModelError(
             f"{folder} was made for another target: its vocab_size is {config.model.vocab_size}, "
             f"not {target.vocab_size}."
-        )
-    if not config.taps or not all(0 <= tap <= target.num_layers for tap in config.taps):
-        raise ModelError(
-            f"{folder} reads hidden states {list(config.taps)}; this target has 0 to "
-            f"{target.num_layers}."
         )
