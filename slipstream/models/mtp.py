@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ModelError
-from slipstream.models.attention import Segment, attend_all
+from slipstream.models.attention import Segment
 from slipstream.models.checkpoint import compare_tensors, opened, read_json
 from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model, build_layer, expected_shapes
-from slipstream.models.layers import Layer, Norm, rms_norm, rotate_
-from slipstream.models.linear import Linear, linear, linear_add, pack
+from slipstream.models.draft_layer import finish_layer
+from slipstream.models.layers import Layer, Norm, rms_norm
+from slipstream.models.linear import Linear, linear, pack
 from slipstream.models.rope import RopeTable
 
 ARCHITECTURE = "MtpHead"
@@ -94,28 +95,28 @@ class MtpHead:
         states: Tensor,
         rope: tuple[Tensor, Tensor],
         *,
-        storage: Tensor,
+        storage: Sequence[Tensor],
         slots: Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[Sequence[Segment]],
     ) -> Tensor:
         """The layer's output after the head's norm, [N, hidden]; its keys and values are stored.
 
         `tokens` int64 [N]: the next token of each position; `states` [N, hidden]: the target's or
         what is fed back.
         """
-        c, block = self.config.model, self.block
         embedded = rms_norm(F.embedding(tokens, self.embedding), self.token_norm)
         x = linear(torch.cat((embedded, rms_norm(states, self.state_norm)), 1), self.join)
-        qkv = linear(rms_norm(x, block.attention_norm), block.qkv)
-        heads = qkv.view(len(qkv), -1, c.head_dim)
-        qk = heads[:, : c.num_heads + c.num_kv_heads]
-        if block.qk_norm is not None:
-            qk.copy_(torch.rms_norm(qk, [c.head_dim], None, c.norm_eps) * block.qk_norm)
-        rotate_(qk, *rope)
-        storage.index_copy_(0, slots, heads[:, c.num_heads :])
-        x = linear_add(attend_all(heads, storage, list(segments), c.num_kv_heads), block.out, x)
-        gate, up = linear(rms_norm(x, block.mlp_norm), block.gate_up).chunk(2, -1)
-        return rms_norm(linear_add(F.silu(gate) * up, block.down, x), self.norm)
+        x = finish_layer(
+            linear(rms_norm(x, self.block.attention_norm), self.block.qkv),
+            x,
+            self.block,
+            self.config.model,
+            rope=rope,
+            storage=storage[0],
+            slots=slots,
+            segments=segments[0],
+        )
+        return rms_norm(x, self.norm)
 
     def logits(self, states: Tensor, vocab: int) -> Tensor:
         """[N, vocab]."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model
-from slipstream.models.eagle3 import Eagle3Config, save_eagle3
-from slipstream.models.layer_ids import default_taps
+from slipstream.models.eagle3 import Eagle3Config, default_taps, save_eagle3
 from slipstream.train.chain import ChainNetwork
 from slipstream.train.recipe import labels
 

@@ -177,7 +177,7 @@ def kept(drafter, pages, count):
     """What a drafter's cache holds of the first `count` positions."""
     positions = np.arange(count)
     slots = np.asarray(pages)[positions // 16] * 16 + positions % 16
-    storages = [drafter.storage] if hasattr(drafter, "storage") else drafter.block.storage
+    storages = drafter.storage if hasattr(drafter, "storage") else drafter.block.storage
     return [storage[slots] for storage in storages]
 
 

@@ -43,7 +43,7 @@ def test_written_names_are_the_published_ones(tmp_path):
     linears += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
     layer = {f"layers.0.{n}.weight" for n in linears + norms}
-    own = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "input_norm.weight"}
+    own = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "input_norm.weight"}
     assert names == layer | own
     hf = json.loads((tmp_path / "config.json").read_text())
     assert hf["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_named(tmp_path):
     attempt("no EAGLE-3 drafter", architectures=["LlamaForCausalLM"])
     attempt("hidden_size is 64, not 48", hidden_size=64)
     attempt("vocab_size is 321, not 320", vocab_size=321)
-    attempt("2 draft layers; 1 is supported", num_hidden_layers=2)
+    attempt(r"lacks the tensor layers\.1\.self_attn\.q_proj", num_hidden_layers=2)
     attempt(r"reads hidden states \[1, 5\]", {"eagle_aux_hidden_state_layer_ids": [1, 5]})
     attempt(r"lacks the tensor input_norm", {"norm_before_fc": True})
     attempt(r"fc.weight of shape \(48, 96\)", {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]})
