@@ -25,8 +25,8 @@ from slipstream.types import Draft, IntArray, Row, Span, Verdict
 
 
 class ChainWeights(Protocol):
-    """Its layers and what is around them; see `models.eagle3_network.Eagle3`, `models.mtp.MtpHead`
-    and `models.mtp_gated.GatedMtpHead`.
+    """Its layers and what is around them; see `models.eagle3_network.Eagle3` and
+    `models.mtp_head.MtpHead`.
     """
 
     @property
