@@ -46,8 +46,8 @@ class GatedMtp(MtpNetwork):
     it drafts what the plain head does; gates that differ are in tests/models/test_mtp_gated.py.
     """
 
-    names = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
-    names |= {"norm": "shared_head.norm"}
+    own = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    theirs = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 
     def save(self, folder, tensors):
         config = gated_config(loaded().config.hf, loaded().config, source="x")
@@ -76,7 +76,8 @@ class GatedMtp(MtpNetwork):
 
     def plain(self, name):
         stem = name.removeprefix("mtp.").removesuffix(".weight")
-        stem = self.names.get(stem, stem.removeprefix("layers.0."))
+        names = dict(zip(self.own, self.theirs))
+        stem = names.get(stem, stem.removeprefix("layers.0."))
         return f"{self.config.prefix}{stem}.weight"
 
 
