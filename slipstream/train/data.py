@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.cache.pages import PageTable
-from slipstream.engine.llm import LLM, Prompt
+from slipstream.engine.llm import DEVICE_PAGE_SIZE, LLM, PAGE_SIZE, Prompt
 from slipstream.errors import InvalidConfig
 from slipstream.models.loading import LoadedModel
 from slipstream.target.target import ForwardRow, Target
-from slipstream.types import SamplingParams
+from slipstream.train.recipe import Batch
+from slipstream.types import IntArray, SamplingParams
 
-_CHUNK = 1024
+_HOST_TOKENS, _DEVICE_TOKENS = 1024, 16384
+"""Tokens of a forward over training texts, on a CPU and on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +91,73 @@ class Features:
     """Runs the target over whole texts and returns its hidden states at `taps`."""
 
     def __init__(self, loaded: LoadedModel, taps: tuple[int, ...], *, longest: int) -> None:
-        self._target = Target(loaded, num_pages=-(-longest // 16), taps=taps)
+        """`longest`: tokens of all texts of a batch, each rounded up to whole pages."""
+        on_host = loaded.model.device.type == "cpu"
+        self._page = PAGE_SIZE if on_host else DEVICE_PAGE_SIZE
+        self._budget = _HOST_TOKENS if on_host else _DEVICE_TOKENS
+        self._target = Target(
+            loaded, num_pages=-(-longest // self._page), page_size=self._page, taps=taps
+        )
 
     def of(self, tokens: Sequence[int]) -> Tensor:
-        """[tokens, taps, hidden], detached, in the model's dtype."""
-        table = PageTable(self._target.pool, expected_tokens=len(tokens))
-        if not table.reserve(len(tokens)):
-            raise InvalidConfig(f"A text of {len(tokens)} tokens is longer than was planned for.")
-        parts = []
-        for start in range(0, len(tokens), _CHUNK):
-            chunk = list(tokens[start : start + _CHUNK])
-            features = self._target.forward([ForwardRow(chunk, start, table.pages, 1)]).features
-            assert features is not None
-            parts.append(features)
-        table.release()
-        return torch.cat(parts).clone()
+        """[tokens, taps, hidden] of one text, detached, in the model's dtype."""
+        return self.of_all([tokens])[0]
+
+    def of_all(self, texts: Sequence[Sequence[int]]) -> Tensor:
+        """[texts, longest, taps, hidden], detached, in the model's dtype, zeros behind a text."""
+        tables = [self._room(len(tokens)) for tokens in texts]
+        out: Tensor | None = None
+        for spans in _spans([len(tokens) for tokens in texts], self._budget):
+            rows = [
+                ForwardRow([int(t) for t in texts[i][a:b]], a, tables[i].pages, 1)
+                for i, a, b in spans
+            ]
+            found = self._target.forward(rows).features
+            assert found is not None
+            if out is None:
+                out = found.new_zeros(len(texts), max(map(len, texts)), *found.shape[1:])
+            at = 0
+            for i, a, b in spans:
+                out[i, a:b] = found[at : at + b - a]
+                at += b - a
+        for table in tables:
+            table.release()
+        assert out is not None
+        return out
+
+    def batch(self, texts: Sequence[Sequence[int]], anchors: IntArray) -> Batch:
+        """Texts with blocks at `anchors` [texts, blocks], as networks take them."""
+        device = self._target.loaded.model.device
+        lengths = [len(tokens) for tokens in texts]
+        padded = np.zeros((len(texts), max(lengths)), np.int64)
+        for row, tokens in zip(padded, texts, strict=True):
+            row[: len(tokens)] = tokens
+        return Batch(
+            torch.from_numpy(padded).to(device),
+            torch.tensor(lengths, device=device),
+            torch.from_numpy(anchors).to(device),
+            self.of_all(texts),
+        )
+
+    def _room(self, tokens: int) -> PageTable:
+        table = PageTable(self._target.pool, expected_tokens=tokens)
+        if not table.reserve(tokens):
+            raise InvalidConfig(f"Texts of {tokens} tokens are longer than was planned for.")
+        return table
+
+
+def _spans(lengths: Sequence[int], budget: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Texts in order as (text, first, end), cut so that no forward exceeds `budget` tokens."""
+    spans, room = [], budget
+    for i, length in enumerate(lengths):
+        at = 0
+        while at < length:
+            end = min(length, at + room)
+            spans.append((i, at, end))
+            room -= end - at
+            at = end
+            if not room:
+                yield spans
+                spans, room = [], budget
+    if spans:
+        yield spans

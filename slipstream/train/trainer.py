@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor
 from slipstream.errors import InvalidConfig
 from slipstream.models.loading import LoadedModel
 from slipstream.train.data import Features, Text
-from slipstream.train.recipe import Network
+from slipstream.train.recipe import Batch, Network
+from slipstream.types import IntArray
 
 CHECKPOINT = "training.pt"
 HISTORY = "history.jsonl"
@@ -75,11 +77,17 @@ class Trainer:
         self.network, self.plan, self.out, self._say = network, plan, out, say
         held = min(len(texts) - 1, math.ceil(plan.held_out * len(texts))) if plan.held_out else 0
         self.texts, self.held = list(texts[: len(texts) - held]), list(texts[len(texts) - held :])
+        self.texts.sort(key=lambda t: len(t.tokens))  # batches are of texts about as long
+        together = max(plan.texts, 1)
         longest = max(len(t.tokens) for t in texts)
-        self._features = Features(loaded, network.needs, longest=longest + 16)
+        self._features = Features(loaded, network.needs, longest=together * (longest + 64))
         self._device = loaded.model.device
         self._optimizer = torch.optim.AdamW(
-            list(network.tensors.values()), lr=plan.lr, weight_decay=0.0, betas=(0.9, 0.95)
+            list(network.tensors.values()),
+            lr=plan.lr,
+            weight_decay=0.0,
+            betas=(0.9, 0.95),
+            fused=True,
         )
         self.step = 0
         out.mkdir(parents=True, exist_ok=True)
@@ -87,7 +95,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step; a checkpoint with every report, the export at the end."""
-        begun, first, recent = time.perf_counter(), self.step, []
+        begun, first, recent = time.perf_counter(), self.step, list[Tensor]()
         spoke = begun
         while self.step < self.plan.steps:
             recent.append(self._train())
@@ -96,11 +104,14 @@ class Trainer:
                 spoke = time.perf_counter()
                 left = (spoke - begun) / (self.step - first) * (self.plan.steps - self.step)
                 self._say(
-                    f"step {self.step}/{self.plan.steps}  loss {recent[-1]:.3f}  {left:.0f} s left"
+                    f"step {self.step}/{self.plan.steps}  loss {float(recent[-1]):.3f}  "
+                    f"{left:.0f} s left"
                 )
             if self.step % self.plan.report_every == 0 or self.step == self.plan.steps:
                 spent = (time.perf_counter() - begun) / (self.step - first)
-                self._report(float(np.mean(recent)), spent * (self.plan.steps - self.step))
+                self._report(
+                    float(torch.stack(recent).mean()), spent * (self.plan.steps - self.step)
+                )
                 self._save()
                 recent = []
         self.network.save(self.out, self.exported())
@@ -113,35 +124,39 @@ class Trainer:
         """On given texts, or on at most `_LOOKED_AT` held-out ones; at most `anchors` blocks of
         each, evenly spread.
         """
+        texts = texts if texts is not None else (self.held or self.texts)[:_LOOKED_AT]
         right, total = torch.zeros(2, self.network.draft_len)
-        for text in texts if texts is not None else (self.held or self.texts)[:_LOOKED_AT]:
-            where = np.linspace(*_range(text), num=anchors, dtype=np.int64)
-            at = torch.from_numpy(np.unique(where)).to(self._device)
-            held, there = self.network.agreement(*self._seen(text), at)
-            right += held.cumprod(1).sum(0).cpu()
-            total += there.sum(0).cpu()
+        for start in range(0, len(texts), self.plan.texts):
+            some = texts[start : start + self.plan.texts]
+            where = np.stack([_spread(text, anchors) for text in some])
+            held, there = self._agreement(self._features.batch([t.tokens for t in some], where))
+            right += held.cumprod(-1).sum((0, 1)).cpu()
+            total += there.sum((0, 1)).cpu()
         return Acceptance(tuple((right / total.clamp(min=1)).tolist()))
 
-    def _train(self) -> float:
+    def _agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        with self._precision():
+            return self.network.agreement(batch)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """bfloat16 products of float32 weights on a GPU; float32 on a CPU."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda")
+
+    def _train(self) -> Tensor:
+        """One step; its loss, not yet read back from the device."""
         rng = np.random.default_rng((self.plan.seed, self.step))
         self._set_rate()
         self._optimizer.zero_grad(set_to_none=True)
-        picked = rng.choice(len(self.texts), self.plan.texts)
-        total = 0.0
-        for i in picked:
-            low, high = _range(self.texts[i])
-            at = np.sort(rng.choice(np.arange(low, high + 1), self.plan.anchors))
-            anchors = torch.from_numpy(at).to(self._device)
-            value = self.network.loss(*self._seen(self.texts[i]), anchors)
-            (value / len(picked)).backward()  # type: ignore[no-untyped-call]
-            total += float(value.detach())
+        first = int(rng.integers(0, max(1, len(self.texts) - self.plan.texts + 1)))
+        picked = self.texts[first : first + self.plan.texts]
+        where = np.stack([rng.integers(*_range(t), self.plan.anchors) for t in picked])
+        batch = self._features.batch([t.tokens for t in picked], np.sort(where))
+        with self._precision():
+            value = self.network.loss(batch)
+        value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(self.network.tensors.values()), self.plan.clip)
         self._optimizer.step()
-        return total / len(picked)
-
-    def _seen(self, text: Text) -> tuple[Tensor, Tensor]:
-        """A text's features and tokens."""
-        return self._features.of(text.tokens), torch.tensor(text.tokens, device=self._device)
+        return value.detach()
 
     def _set_rate(self) -> None:
         warm = max(1, round(self.plan.warmup * self.plan.steps))
@@ -212,5 +227,15 @@ class Trainer:
 
 
 def _range(text: Text) -> tuple[int, int]:
-    """First and last position of an anchor: the prompt's last token and the text's last but one."""
-    return max(1, text.prompt_len - 1), max(1, len(text.tokens) - 2)
+    """Where anchors may be: from the prompt's last token to before the text's last."""
+    low = max(1, text.prompt_len - 1)
+    return low, max(low + 1, len(text.tokens) - 1)
+
+
+def _spread(text: Text, count: int) -> IntArray:
+    """At most `count` different anchors, evenly; behind the text's last token nothing is counted,
+    which fills up short texts.
+    """
+    low, end = _range(text)
+    found = np.unique(np.linspace(low, end - 1, num=count, dtype=np.int64))
+    return np.pad(found, (0, count - len(found)), constant_values=len(text.tokens) - 1)

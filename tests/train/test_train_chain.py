@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -69,11 +70,11 @@ def test_the_trained_network_is_the_served_one(tmp_path, name):
     finally:
         weights.logits = real
     tokens = [*PROMPT * 4, *done.token_ids]
-    features = Features(LOADED[family], net.needs, longest=200).of(tokens)
     drafts = [r for r in done.records if r.drafted]
     with torch.no_grad():
-        starts = torch.tensor([r.depth - 1 for r in drafts])
-        trained = net.logits(features, torch.tensor(tokens), starts)
+        starts = np.array([[r.depth - 1 for r in drafts]])
+        batch = Features(LOADED[family], net.needs, longest=200).batch([tokens], starts)
+        (trained,) = net.logits(batch)
     at = compared = 0
     for record, expected in zip(drafts, trained, strict=True):
         # The pass that drafts token k was fed draft tokens up to k - 1: alike while they held.

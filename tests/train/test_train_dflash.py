@@ -16,7 +16,7 @@ from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.tiny import save_tiny, tiny_model
 from slipstream.train.data import Features, Text, own_answers, self_prompts
 from slipstream.train.dflash import DFlashNetwork, Shape, block_loss, draft_config
-from slipstream.train.recipe import labels
+from slipstream.train.recipe import Batch, labels
 from slipstream.train.trainer import Plan, Trainer
 from slipstream.types import SamplingParams
 
@@ -79,11 +79,11 @@ def test_the_trained_network_is_the_served_one(tmp_path, layers):
     spy = SeesLogits(arm.drafter)
     (done,) = arm.generate([PROMPT * 4], GREEDY)
     tokens = [*PROMPT * 4, *done.token_ids]
-    features = Features(LOADED, config.taps, longest=200).of(tokens)
-    anchors = torch.tensor([start for start, _ in spy.seen])
-    assert len(anchors) > 20
+    anchors = np.array([[start for start, _ in spy.seen]])
+    assert anchors.size > 20
     with torch.no_grad():
-        trained = net.logits(features, torch.tensor(tokens), anchors)
+        batch = Features(LOADED, config.taps, longest=200).batch([tokens], anchors)
+        (trained,) = net.logits(batch)
     for (_, served), expected in zip(spy.seen, trained, strict=True):
         torch.testing.assert_close(served[1:], expected, atol=2e-3, rtol=1e-3)
 
@@ -138,18 +138,19 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path):
 
 
 def test_losses():
-    tokens = torch.tensor([5, 6, 7, 8])
-    wanted, there = labels(tokens, torch.tensor([0, 2]), 4)
-    assert wanted[0].tolist() == [6, 7, 8]
-    assert there.tolist() == [[True] * 3, [True, False, False]]
-    logits = torch.zeros(2, 3, 10)
-    logits[0, 0, 6] = 30.0
+    tokens = torch.tensor([[5, 6, 7, 8, 0]])
+    batch = Batch(tokens, torch.tensor([4]), torch.tensor([[0, 2]]), torch.zeros(1, 5, 1, 2))
+    wanted, there = labels(batch, 3)
+    assert wanted[0, 0].tolist() == [6, 7, 8]
+    assert there.tolist() == [[[True] * 3, [True, False, False]]]
+    logits = torch.zeros(1, 2, 3, 10)
+    logits[0, 0, 0, 6] = 30.0
     for d_pace in (False, True):
         logits.requires_grad_()
         value = block_loss(logits, wanted, there, d_pace=d_pace)
         (slope,) = torch.autograd.grad(value, logits)
-        assert slope[1, 1:].abs().max() == 0  # what does not exist teaches nothing
-        assert slope[0, 1].abs().sum() > slope[0, 2].abs().sum() > 0  # early masks count more
+        assert slope[0, 1, 1:].abs().max() == 0  # what does not exist teaches nothing
+        assert slope[0, 0, 1].abs().sum() > slope[0, 0, 2].abs().sum() > 0  # early masks count more
 
 
 def test_the_command_line_trains_and_writes_a_card(tmp_path):

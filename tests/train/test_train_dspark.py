@@ -1,5 +1,6 @@
 """The DSpark recipe: what is trained is what is served, it learns, and confidence ends drafts."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,11 +44,11 @@ def test_the_trained_network_is_the_served_one(tmp_path, markov, monkeypatch):
     arm = LLM(LOADED, drafter=f"dspark:{tmp_path}:7", prefill_chunk=16)
     (done,) = arm.generate([PROMPT * 4], GREEDY)
     tokens = [*PROMPT * 4, *done.token_ids]
-    features = Features(LOADED, net.needs, longest=200).of(tokens)
     drafts = [r for r in done.records if r.drafted]
     with torch.no_grad():
-        starts = torch.tensor([r.depth - 1 for r in drafts])
-        trained = net.logits(features, torch.tensor(tokens), starts)
+        starts = np.array([[r.depth - 1 for r in drafts]])
+        batch = Features(LOADED, net.needs, longest=200).batch([tokens], starts)
+        (trained,) = net.logits(batch)
     at = compared = 0
     for record, expected in zip(drafts, trained, strict=True):
         for k in range(min(record.drafted, record.accepted + 1)):
