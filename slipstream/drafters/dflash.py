@@ -80,7 +80,8 @@ class DFlashDrafter:
         if not lanes:
             return Draft.empty(len(rows))
         out = self._pass(lanes)
-        law = law_for(lanes, rows=len(rows), vocab=out.logits.shape[-1], device=out.logits.device)
+        vocab = self.weights.config.model.vocab_size
+        law = law_for(lanes, rows=len(rows), vocab=vocab, device=out.logits.device)
         self._choose(lanes, out, law)
         return pack_lanes(lanes, law, rows=len(rows))
 
@@ -94,7 +95,7 @@ class DFlashDrafter:
         return lanes
 
     def _pass(self, lanes: Sequence[Lane]) -> ForwardOutput:
-        """The block of every lane; logits of all its rows, [lanes * reach, vocab]."""
+        """The block of every lane; the head's logits of all its rows, [lanes * reach, rows]."""
         masks = [self.weights.config.mask_token_id] * (self.reach - 1)
         return self.block.forward(
             [
@@ -113,7 +114,7 @@ class DFlashDrafter:
         going = [(lane, i * self.reach + 1) for i, lane in enumerate(lanes)]
         for i in range(max(lane.width for lane in lanes)):
             going = [(lane, at) for lane, at in going if lane.width > i]
-            logits = out.logits[[at + i for _, at in going]]
+            logits = self.weights.over_target(out.logits[[at + i for _, at in going]])
             alive = choose([lane for lane, _ in going], logits, law)
             going = [(lane, at) for lane, at in going if lane in alive]
             if not going:

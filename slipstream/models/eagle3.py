@@ -1,6 +1,6 @@
 """EAGLE-3 checkpoints: the published layouts are read, checked and written.
 
-Names and config keys as SpecForge, NVIDIA's ModelOpt, vLLM and SGLang have them; see
+Names and config keys as SpecForge, NVIDIA's ModelOpt, vLLM, SGLang and speculators have them; see
 `models.eagle3_network` for what they mean and `models.layer_ids` for which layers are read.
 """
 
@@ -24,6 +24,8 @@ from slipstream.models.eagle3_network import Eagle3, from_tensors
 from slipstream.models.eagle3_network import Eagle3Config as Eagle3Config
 from slipstream.models.layer_ids import MARK, layers_read
 from slipstream.models.layer_ids import default_taps as default_taps
+from slipstream.models.reduced import SPARE, check_mapping, named
+from slipstream.models.speculators import flattened
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 # What some publishers say for what others do.
@@ -119,7 +121,7 @@ def load_eagle3(folder: Path, target: Model, *, layer_ids: str = "auto") -> Eagl
 
     An embedding that is the target's over again is not kept twice.
     """
-    hf = read_json(folder / "config.json")
+    hf = flattened(read_json(folder / "config.json"), "eagle3", source=str(folder))
     with opened(folder) as handles:
         names = {_plain(name): name for name in handles}
         config = read_eagle3_config(
@@ -127,7 +129,7 @@ def load_eagle3(folder: Path, target: Model, *, layer_ids: str = "auto") -> Eagl
         )
         shapes = {n: tuple(handles[o].get_slice(o).get_shape()) for n, o in names.items()}
         compare_tensors(
-            shapes, config.shapes, source=str(folder), what="an EAGLE-3 drafter", spare=("t2d",)
+            shapes, config.shapes, source=str(folder), what="an EAGLE-3 drafter", spare=SPARE
         )
 
         def get(name: str) -> Tensor:
@@ -144,25 +146,6 @@ def load_eagle3(folder: Path, target: Model, *, layer_ids: str = "auto") -> Eagl
         config = replace(config, own_embedding=False)
         del tensors["embed_tokens.weight"]
     return from_tensors(config, tensors, target)
-
-
-def check_mapping(d2t: Tensor, t2d: Tensor | None, vocab: int, source: str) -> None:
-    """Raise `ModelError` where a reduced vocabulary does not map into the target's.
-
-    `d2t` int64 [draft_vocab]: offsets from a draft token to the target's; `t2d` [vocab]: whether
-    the target's token has a draft token.
-    """
-    ids = d2t.cpu() + torch.arange(len(d2t))
-    bad = ((ids < 0) | (ids >= vocab)).nonzero().flatten().tolist()
-    if bad:
-        raise ModelError(
-            f"{source} maps draft token {bad[0]} to {int(ids[bad[0]])} (d2t); this target's tokens "
-            f"are 0 to {vocab - 1}."
-        )
-    if len(ids.unique()) != len(ids):
-        raise ModelError(f"{source} maps two draft tokens to one token (d2t); it is broken.")
-    if t2d is not None and not torch.equal(t2d.bool().nonzero().flatten(), ids.sort().values):
-        raise ModelError(f"{source} has a t2d that does not name the tokens d2t maps to.")
 
 
 def save_eagle3(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor]) -> None:
@@ -190,9 +173,7 @@ def save_eagle3(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}
     if "d2t" in kept:
-        vocab = config.model.vocab_size
-        kept["t2d"] = torch.zeros(vocab, dtype=torch.bool)
-        kept["t2d"][kept["d2t"] + torch.arange(len(kept["d2t"]))] = True
+        kept["t2d"] = named(kept["d2t"], config.model.vocab_size)
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 

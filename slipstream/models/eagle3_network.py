@@ -20,6 +20,7 @@ from slipstream.models.dense import Model, build_layer, expected_shapes
 from slipstream.models.draft_layer import finish_layer
 from slipstream.models.layers import Layer, Norm, rms_norm
 from slipstream.models.linear import Linear, linear, pack
+from slipstream.models.reduced import target_ids, widened
 from slipstream.models.rope import RopeTable
 
 
@@ -160,17 +161,6 @@ class Eagle3:
         return rms_norm(states, self.norm) if self.config.norm_output else states
 
 
-def widened(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
-    """Logits of a reduced vocabulary over the target's, [N, vocab]; -inf where there is no row.
-
-    `ids` int64: the target's token of each column, None where they are the target's own.
-    """
-    if ids is None:
-        return logits
-    whole = logits.new_full((len(logits), vocab), float("-inf"))
-    return whole.index_copy_(1, ids, logits)
-
-
 def from_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Model) -> Eagle3:
     """Assemble a drafter from tensors by checkpoint name, in the target's dtype and device."""
     c = config.model
@@ -193,9 +183,6 @@ def from_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Mo
         blocks=tuple(build_layer(c, i, get) for i in range(c.num_layers)),
         norm=norm("norm"),
         head=target.head if config.draft_vocab is None else pack(tensors["lm_head.weight"]),
-        # A checkpoint stores offsets: the target's id of draft token i is i + d2t[i].
-        ids=tensors["d2t"] + torch.arange(len(tensors["d2t"]), device=target.device)
-        if mapped
-        else None,
+        ids=target_ids(tensors["d2t"]) if mapped else None,
         rope=RopeTable(c, dtype=target.dtype, device=target.device),
     )

@@ -60,7 +60,7 @@ def layers_read(hf: Mapping[str, Any], num_layers: int, *, reading: str, source:
     if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids) or not ids:
         raise ModelError(f"{source} has {key} = {ids!r} in its config; a list of ids is needed.")
     if reading == "auto":
-        kind, why, sure = _decide(hf, own, key=key, nested=nested, ids=ids, count=num_layers)
+        kind, why, sure = _decide(own, key=key, nested=nested, ids=ids, count=num_layers)
     else:
         kind, why, sure = reading, f"its ids {list(ids)} are {reading}, as was asked", True
     taps = tuple(i + (kind == "outputs") for i in ids)
@@ -95,7 +95,6 @@ def _found(hf: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, bool, An
 
 
 def _decide(
-    hf: Mapping[str, Any],
     own: Mapping[str, Any],
     *,
     key: str,
@@ -109,7 +108,7 @@ def _decide(
         return own[MARK], f"{said} {own[MARK]}, as its config says", True
     if key == _CAPTURE:
         return "outputs", f"{said} outputs, as {_CAPTURE} always are", True
-    if key == _SPECULATORS or hf.get("speculators_model_type") or hf.get("speculators_config"):
+    if key == _SPECULATORS:
         return "boundaries", f"{said} boundaries, as in every speculators checkpoint", True
     if count in ids:
         return "boundaries", f"{said} boundaries, for there is no layer {count}", True

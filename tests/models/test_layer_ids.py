@@ -33,7 +33,6 @@ def nested(ids, **more):
         (nested([1, 17, 32]), (2, 18, 33), "usual ones of ModelOpt and SpecForge"),
         (nested([2, 18, 33]), (2, 18, 33), "usual ones of vLLM and SGLang"),
         (nested([3, 9, 20], next_layer_regular=True), (4, 10, 21), "as ModelOpt writes them"),
-        ({"speculators_model_type": "eagle3", IDS: [1, 17, 32]}, (1, 17, 32), "speculators"),
         ({"aux_hidden_state_layer_ids": [1, 17, 32]}, (1, 17, 32), "speculators"),
         (nested([1, 17, 32], layer_ids="boundaries"), (1, 17, 32), "as its config says"),
         (nested([2, 18, 33], layer_ids="outputs"), (3, 19, 34), "as its config says"),
