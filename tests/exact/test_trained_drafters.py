@@ -22,7 +22,7 @@ from slipstream.models.tiny import tiny_model
 from slipstream.sampling.probs import shape_probs
 from slipstream.target.target import ForwardRow, Target
 from slipstream.train import dflash, eagle3
-from slipstream.train.data import Features, own_answers
+from slipstream.train.data import Features, own_answers, text_of
 from slipstream.train.dflash import DFlashNetwork
 from slipstream.train.dspark import DSparkNetwork
 from slipstream.train.eagle3 import Eagle3Network
@@ -115,7 +115,7 @@ def trained(method, tmp_path_factory):
     work = [PROMPT, *prompts(4)]
     texts = own_answers(LLM(loaded()), work, SamplingParams(max_tokens=24, ignore_eos=True))
     steps = 350 if method == "eagle3" else 150
-    plan = Plan(steps=steps, texts=4, anchors=12, lr=4e-3, held_out=0, report_every=steps)
+    plan = Plan(steps=steps, texts=4, anchors=12, lr=4e-3, held_out=0, reports=1)
     net = network(method)
     Trainer(loaded(), net, texts, plan, out=folder, say=lambda _: None).run()
     return f"{net.recipe}:{folder}"
@@ -206,7 +206,7 @@ def test_acceptance_in_the_engine_is_the_teacher_forced_one(method, trained):
     for prompt, completion in zip(work, done, strict=True):
         drafts = [r for r in completion.records if r.drafted]
         anchors = np.array([[r.depth - 1 for r in drafts]])
-        batch = features.batch([[*prompt, *completion.token_ids]], anchors)
+        batch = features.batch([text_of(prompt, completion.token_ids)], anchors)
         ((right,), _) = net.agreement(batch)
         for record, row in zip(drafts, right, strict=True):
             assert record.accepted == int(row[: record.drafted].cumprod(0).sum())

@@ -6,7 +6,7 @@ import torch
 
 from slipstream.models.tiny import tiny_model
 from slipstream.train import data
-from slipstream.train.data import Features
+from slipstream.train.data import Features, text_of
 from slipstream.train.recipes import RECIPES, Shape, make
 
 torch.set_num_threads(1)
@@ -19,7 +19,7 @@ def test_a_batch_holds_what_its_texts_say_alone(recipe, monkeypatch):
     takes = {} if recipe in ("mtp", "eagle3") else {"taps": 2}
     net = make(recipe, LOADED.model, Shape(draft_len=4, mask_token_id=319, **takes), seed=1)
     generator = np.random.default_rng(2)
-    texts = [generator.integers(3, 300, n).tolist() for n in (40, 90, 23)]
+    texts = [text_of(generator.integers(3, 300, n).tolist(), []) for n in (40, 90, 23)]
     where = np.array([[3, 20, 38], [5, 60, 88], [1, 2, 22]])
     features = Features(LOADED, net.needs, longest=400)
     whole = features.batch(texts, where)
@@ -29,7 +29,7 @@ def test_a_batch_holds_what_its_texts_say_alone(recipe, monkeypatch):
     for i, text in enumerate(texts):
         alone = features.batch([text], where[i : i + 1])
         torch.testing.assert_close(
-            whole.features[i, : len(text)], alone.features[0], atol=1e-4, rtol=1e-4
+            whole.features[i, : len(text.tokens)], alone.features[0], atol=1e-4, rtol=1e-4
         )
         with torch.no_grad():
             (expected,) = net.logits(alone)

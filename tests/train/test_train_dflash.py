@@ -14,7 +14,7 @@ from slipstream.engine import LLM
 from slipstream.errors import InvalidConfig
 from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.tiny import save_tiny, tiny_model
-from slipstream.train.data import Features, Text, own_answers, self_prompts
+from slipstream.train.data import Features, Text, own_answers, self_prompts, text_of
 from slipstream.train.dflash import DFlashNetwork, Shape, block_loss, draft_config
 from slipstream.train.recipe import Batch, labels
 from slipstream.train.trainer import Plan, Trainer
@@ -82,7 +82,7 @@ def test_the_trained_network_is_the_served_one(tmp_path, layers):
     anchors = np.array([[start for start, _ in spy.seen]])
     assert anchors.size > 20
     with torch.no_grad():
-        batch = Features(LOADED, config.taps, longest=200).batch([tokens], anchors)
+        batch = Features(LOADED, config.taps, longest=200).batch([text_of(tokens, [])], anchors)
         (trained,) = net.logits(batch)
     for (_, served), expected in zip(spy.seen, trained, strict=True):
         torch.testing.assert_close(served[1:], expected, atol=2e-3, rtol=1e-3)
@@ -93,7 +93,7 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
     texts = own_answers(llm, [PROMPT], GREEDY)
     _, net = network()
     said = []
-    plan = Plan(steps=150, texts=1, anchors=48, lr=3e-3, held_out=0, report_every=50)
+    plan = Plan(steps=150, texts=1, anchors=48, lr=3e-3, held_out=0, reports=3)
     trainer = Trainer(LOADED, net, texts, plan, out=tmp_path, say=said.append)
     trainer.run()
     assert trainer.acceptance().tokens_per_step > 7.8
@@ -101,7 +101,7 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
     assert re.match(r"step 150/150 .* trained-on acceptance [\d. ]+ tokens/step [78]\.\d", said[-1])
     arm = llm.fork(f"dflash:{tmp_path}:7")
     (done,) = arm.generate([PROMPT], GREEDY)
-    assert (*PROMPT, *done.token_ids) == texts[0].tokens
+    assert [*PROMPT, *done.token_ids] == texts[0].tokens.tolist()
     drafts = [r for r in done.records if r.drafted == 7]
     assert sum(r.accepted for r in drafts) > 6.5 * len(drafts)
     # In the engine as teacher-forced: both count the same blocks of the same text.
@@ -110,8 +110,8 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
 
 
 def test_a_stopped_training_goes_on_where_it_was(tmp_path):
-    texts = [Text(tuple(np.random.default_rng(i).integers(3, 300, 40)), 8) for i in range(3)]
-    plan = Plan(steps=12, texts=2, anchors=8, held_out=0.3, report_every=4)
+    texts = [Text(np.random.default_rng(i).integers(3, 300, 40, np.int32), 8) for i in range(3)]
+    plan = Plan(steps=12, texts=2, anchors=8, held_out=0.3, reports=3)
 
     def trained(folder, stop=None):
         _, net = network()
@@ -132,7 +132,7 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path):
     for name, tensor in whole.tensors.items():
         torch.testing.assert_close(resumed.tensors[name], tensor)
     _, net = network()
-    other = Plan(steps=12, texts=2, anchors=8, held_out=0.3, lr=1e-3, report_every=4)
+    other = Plan(steps=12, texts=2, anchors=8, held_out=0.3, lr=1e-3, reports=3)
     with pytest.raises(InvalidConfig, match="checkpoint of another training"):
         Trainer(LOADED, net, texts, other, out=tmp_path / "cut")
 
