@@ -225,7 +225,7 @@ def cost(
 
 @app.command(epilog="Example: `slipstream train dflash --prompts prompts.jsonl --out my_drafter`")
 def train(
-    recipe: Annotated[str, typer.Argument(help="mtp, eagle3, dflash or dspark.")],
+    recipe: Annotated[str, typer.Argument(help="mtp, eagle3, dflash, dflash2 or dspark.")],
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint; a stopped run resumes.")],
     target: Annotated[str, typer.Option(help="Model to draft for.")] = "smollm2-135m",
     texts: Annotated[Path | None, typer.Option(help="Folder made by `slipstream texts`.")] = None,
@@ -239,12 +239,12 @@ def train(
     anchors: Annotated[int, typer.Option(help="Blocks a text and step.")] = 64,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
     draft_len: Annotated[int, typer.Option(help="Draft tokens it is trained for.")] = 7,
-    layers: Annotated[int, typer.Option(help="Draft layers (dflash, dspark).")] = 1,
+    layers: Annotated[int, typer.Option(help="Draft layers (dflash, dflash2, dspark).")] = 1,
     taps: Annotated[int, typer.Option(help="Target layers read (likewise).")] = 3,
     inner: Annotated[int | None, typer.Option(help="MLP width; default: the target's.")] = None,
-    d_pace: Annotated[bool, typer.Option(help="D-PACE weights (dflash).")] = False,
+    d_pace: Annotated[bool, typer.Option(help="D-PACE weights (dflash, dflash2).")] = False,
     markov: Annotated[str, typer.Option(help="vanilla, gated or rnn (dspark).")] = "vanilla",
-    rank: Annotated[int, typer.Option(help="Of the Markov head (dspark).")] = 64,
+    rank: Annotated[int, typer.Option(help="Of Markov head or selector (dspark, dflash2).")] = 64,
     draft_vocab: Annotated[int | None, typer.Option(help="Frequent tokens (eagle3).")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data and anchors.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,

@@ -115,7 +115,7 @@ def _weights(method: str, target: Path, model: Model) -> Path:
     folder = target.parent / method
     last = model.config.vocab_size - 1
     shape = Shape(draft_len=7, mask_token_id=last)
-    if method in ("dflash", "dspark"):
+    if method in ("dflash", "dflash2", "dspark"):
         shape = replace(shape, taps=2)  # the tiny target has two layers
     network = make(method, model, shape, seed=0)
     network.save(folder, network.tensors)

@@ -19,7 +19,7 @@ from slipstream.errors import InvalidConfig
 from slipstream.models.dflash import DFlash, load_dflash
 from slipstream.models.loading import LoadedModel
 from slipstream.target.target import ForwardOutput, ForwardRow, Target
-from slipstream.types import Dense, Draft, IntArray, OneHot, Row, Span, Verdict
+from slipstream.types import Draft, DraftLaw, IntArray, Row, Span, Verdict
 
 
 class DFlashDrafter:
@@ -45,7 +45,7 @@ class DFlashDrafter:
             num_pages=pages,
             page_size=page_size,
             taps=(weights.model.config.num_layers,),
-            blocks=True,
+            ahead=weights.config.ahead,
         )
 
     @torch.inference_mode()
@@ -80,10 +80,14 @@ class DFlashDrafter:
         if not lanes:
             return Draft.empty(len(rows))
         out = self._pass(lanes)
-        vocab = self.weights.config.model.vocab_size
-        law = law_for(lanes, rows=len(rows), vocab=vocab, device=out.logits.device)
+        law = self._law(lanes, out, len(rows))
         self._choose(lanes, out, law)
         return pack_lanes(lanes, law, rows=len(rows))
+
+    def _law(self, lanes: Sequence[Lane], out: ForwardOutput, rows: int) -> DraftLaw:
+        """The law of a batch of `rows` rows, to be filled by `_choose`."""
+        vocab = self.weights.config.model.vocab_size
+        return law_for(lanes, rows=rows, vocab=vocab, device=out.logits.device)
 
     def _lanes(self, rows: Sequence[Row], draft_lens: IntArray) -> list[Lane]:
         limit = self.weights.model.config.max_context
@@ -109,7 +113,7 @@ class DFlashDrafter:
             ]
         )
 
-    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: OneHot | Dense) -> None:
+    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: DraftLaw) -> None:
         """Fill the lanes: draft token i is what mask row i + 1 says about its own position."""
         going = [(lane, i * self.reach + 1) for i, lane in enumerate(lanes)]
         for i in range(max(lane.width for lane in lanes)):

@@ -146,4 +146,5 @@ class DFlashPass:
             splits=self._splits,
         )
         scratch = scratch_of(tiles, config, self._ids.device)
-        return Flat(self._positions, self._cells, tiles, scratch, slots.page_size, causal=False)
+        ahead = (True,) * config.num_layers
+        return Flat(self._positions, self._cells, tiles, scratch, slots.page_size, ahead)

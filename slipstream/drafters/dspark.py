@@ -18,7 +18,7 @@ from slipstream.errors import InvalidConfig
 from slipstream.models.dspark import DSpark, load_dspark
 from slipstream.models.layers import rms_norm
 from slipstream.target.target import ForwardOutput
-from slipstream.types import Dense, OneHot
+from slipstream.types import DraftLaw
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -41,7 +41,7 @@ class DSparkDrafter(DFlashDrafter):
         super().__init__(spark.flash, draft_len, pages=pages, page_size=page_size, name=name)
         self.spark, self._stop = spark, stop
 
-    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: OneHot | Dense) -> None:
+    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: DraftLaw) -> None:
         """Fill the lanes from left to right."""
         assert out.features is not None
         model = self.weights.model

@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.sampling.accept import invert_cdf
 from slipstream.sampling.probs import argmax, process_logits, shape_probs
 from slipstream.sampling.uniforms import Purpose, Uniforms
-from slipstream.types import Dense, Draft, IntArray, OneHot, Row
+from slipstream.types import Dense, Draft, DraftLaw, OneHot, Row, TopK
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -40,7 +40,7 @@ def law_for(
     return Dense(torch.empty(rows, width, vocab, device=device))
 
 
-def choose(lanes: list[AnyLane], logits: Tensor, law: OneHot | Dense) -> list[AnyLane]:
+def choose(lanes: list[AnyLane], logits: Tensor, law: DraftLaw) -> list[AnyLane]:
     """Append one token to each lane; lanes without a finite score end here.
 
     `logits` [lanes, vocab] go through the target's own path: its processing of the row's prefix and
@@ -58,13 +58,13 @@ def choose(lanes: list[AnyLane], logits: Tensor, law: OneHot | Dense) -> list[An
     if isinstance(law, Dense) and lanes:
         probs = shape_probs(scores, [lane.row.params for lane in lanes])
         law.probs[[lane.index for lane in lanes], len(lanes[0].chosen)] = probs
-        tokens = _draw(lanes, probs)
+        tokens = invert_cdf(probs, draws(lanes)).cpu().numpy()
     for lane, token in zip(lanes, tokens.tolist(), strict=True):
         lane.chosen.append(token)
     return lanes
 
 
-def pack_lanes(lanes: Sequence[Lane], law: OneHot | Dense, *, rows: int) -> Draft:
+def pack_lanes(lanes: Sequence[Lane], law: DraftLaw, *, rows: int) -> Draft:
     """The finished draft of a batch of `rows` rows."""
     width = max((len(lane.chosen) for lane in lanes), default=0)
     if not width:
@@ -73,12 +73,15 @@ def pack_lanes(lanes: Sequence[Lane], law: OneHot | Dense, *, rows: int) -> Draf
     for lane in lanes:
         lens[lane.index] = len(lane.chosen)
         tokens[lane.index, : len(lane.chosen)] = lane.chosen
-    return Draft(tokens, lens, Dense(law.probs[:, :width]) if isinstance(law, Dense) else law)
+    if isinstance(law, Dense):
+        law = Dense(law.probs[:, :width])
+    elif isinstance(law, TopK):
+        law = TopK(law.ids[:, :width], law.probs[:, :width])
+    return Draft(tokens, lens, law)
 
 
-def _draw(lanes: Sequence[Lane], probs: Tensor) -> IntArray:
+def draws(lanes: Sequence[Lane]) -> Tensor:
+    """The uniform of each lane's next draft token, float64 [lanes] on the host."""
     seeds = np.array([lane.row.seed for lane in lanes], np.int64)
     at = np.array([len(lane.row.tokens) + len(lane.chosen) for lane in lanes], np.int64)
-    drawn = torch.from_numpy(_UNIFORMS(seeds, at, Purpose.DRAFT))
-    tokens: IntArray = invert_cdf(probs, drawn).cpu().numpy()
-    return tokens
+    return torch.from_numpy(_UNIFORMS(seeds, at, Purpose.DRAFT))

@@ -120,6 +120,12 @@ METHODS: dict[str, Method] = {
             takes_path=True,
         ),
         Method(
+            name="dflash2",
+            factory="slipstream.drafters.dflash2:create",
+            draft_len=7,
+            takes_path=True,
+        ),
+        Method(
             name="dspark",
             factory="slipstream.drafters.dspark:create",
             draft_len=7,

@@ -169,6 +169,7 @@ def build_layer(config: ModelConfig, index: int, get: Callable[[str], Tensor]) -
             get(f"{prefix}mlp.down_proj.weight"),
             get(f"{prefix}mlp.down_proj.bias") if c.mlp_bias else None,
         ),
+        mix=None,
     )
 
 

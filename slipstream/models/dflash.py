@@ -28,6 +28,9 @@ from slipstream.models.reduced import SPARE, check_mapping, named, target_ids, w
 from slipstream.models.speculators import flattened
 
 ARCHITECTURE = "DFlashDraftModel"
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_NEUTRAL_AT_ONE = ("input_embedding_scale", "output_multiplier", "attention_value_scale")
+_SWITCHES = ("use_swa", "attention_sink_bias", "attention_value_scale")
 SHARED = ("embed_tokens.weight", "lm_head.weight")
 """The target's; some publishers store them again, frozen as they are in training."""
 _ALIASES = {
@@ -41,15 +44,23 @@ _ALIASES = {
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
     """`model`: the draft layers. `block_size`: anchor and masks. `taps`: `hs[i]` indices of the
-    features (a checkpoint counts layer outputs, one less). `draft_vocab`: rows of a head of its
-    own, which `d2t` maps to the target's tokens; None to use the target's head.
+    features (a checkpoint counts layer outputs, one less). `sliding_causal`: in layers with a
+    window a row of the block sees none after itself; elsewhere it always sees the whole block.
+    `draft_vocab`: rows of a head of its own, which `d2t` maps to the target's tokens; None to use
+    the target's head.
     """
 
     model: ModelConfig
     block_size: int
     mask_token_id: int
     taps: tuple[int, ...]
+    sliding_causal: bool = True
     draft_vocab: int | None = None
+
+    @property
+    def ahead(self) -> tuple[bool, ...]:
+        """For each layer, whether the block is seen to its end (see `target.target.Target`)."""
+        return tuple(w is None or not self.sliding_causal for w in self.model.windows)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -112,6 +123,7 @@ def read_dflash_config(folder: Path) -> DFlashConfig:
             f"{folder} is no DFlash drafter: its config's architectures are "
             f"{hf.get('architectures')!r}, {ARCHITECTURE!r} is needed."
         )
+    refuse(hf, folder, *SCALES)
     return config_from(hf, folder, least=2)
 
 
@@ -129,16 +141,31 @@ def config_from(hf: dict[str, Any], folder: Path, *, least: int) -> DFlashConfig
             raise ModelError(f"{folder} has no dflash_config.{name} in its config; it is needed.")
     if not isinstance(block, int) or not least <= block <= 33:
         raise ModelError(f"{folder} has block_size = {block!r}; allowed: {least} to 33.")
+    refuse({**hf, **own}, folder, *_SWITCHES)
     model = from_hf({**hf, "tie_word_embeddings": False}, source=str(folder))
     causal = hf.get("is_causal", own.get("causal"))
-    if causal or (causal is False and any(w is not None for w in model.windows)):
+    if causal:
         raise ModelError(
-            f"{folder} sets causal = {causal!r}; full layers that see the whole block and causal "
-            "sliding ones are what is supported."
+            f"{folder} sets causal = {causal!r}; only drafters whose full layers see the whole "
+            "block are supported."
         )
-    vocab = hf.get("draft_vocab_size")
+    narrow = [w for w in model.windows if w is not None and w < block]
+    if narrow:
+        raise ModelError(
+            f"{folder} has sliding_window = {narrow[0]}; its block of {block} must fit into it."
+        )
     taps = tuple(int(i) + 1 for i in layers)
-    return DFlashConfig(model, block, int(mask), taps, None if vocab == model.vocab_size else vocab)
+    vocab = hf.get("draft_vocab_size")
+    reduced = None if vocab == model.vocab_size else vocab
+    return DFlashConfig(model, block, int(mask), taps, causal is None, reduced)
+
+
+def refuse(hf: dict[str, Any], folder: Path, *keys: str) -> None:
+    """Raise `ModelError` where a config sets one of these; a scale of 1 changes nothing."""
+    for key in keys:
+        value = hf.get(key)
+        if value not in (None, False) and not (value == 1.0 and key in _NEUTRAL_AT_ONE):
+            raise ModelError(f"{folder} has {key} = {value!r} in its config; it is not supported.")
 
 
 def load_dflash(folder: Path, target: Model) -> DFlash:
@@ -218,6 +245,8 @@ def save_dflash(folder: Path, config: DFlashConfig, tensors: Mapping[str, Tensor
         },
         "draft_vocab_size": config.draft_vocab,
     }
+    if not config.sliding_causal:
+        hf["is_causal"] = False
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}
     if "d2t" in kept:

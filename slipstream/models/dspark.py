@@ -24,12 +24,14 @@ from slipstream.errors import ModelError
 from slipstream.models.checkpoint import read_json
 from slipstream.models.dense import Model
 from slipstream.models.dflash import (
+    SCALES,
     DFlash,
     DFlashConfig,
     check_target,
     config_from,
     from_tensors,
     read_tensors,
+    refuse,
 )
 from slipstream.models.linear import Linear, linear, pack
 from slipstream.models.reduced import named
@@ -146,6 +148,7 @@ def read_dspark_config(folder: Path) -> DSparkConfig:
             f"{folder} is no DSpark drafter: its config's architectures are {names!r}, "
             f"one of {', '.join(ARCHITECTURES)} is needed."
         )
+    refuse(hf, folder, *SCALES)
     own = {**(hf.get("dflash_config") or {}), **(hf.get("dspark_config") or {})}
 
     def key(name: str, default: Any) -> Any:
@@ -214,6 +217,8 @@ def save_dspark(folder: Path, config: DSparkConfig, tensors: Mapping[str, Tensor
         },
         "draft_vocab_size": config.flash.draft_vocab,
     }
+    if not config.flash.sliding_causal:
+        hf["is_causal"] = False
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}
     if "d2t" in kept:

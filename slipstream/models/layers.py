@@ -27,8 +27,31 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Conv(NamedTuple):
+    """A causal convolution along a block whose kernel depends on the token (source: DFlash2 as
+    published by z-lab).
+
+    `base` [2 * taps, hidden]: the kernels' fixed part, first the one before the sublayer, then the
+    one behind it. `delta` maps a token to what it adds, [2 * taps, hidden / group].
+    """
+
+    base: Tensor
+    delta: Linear
+    group: int
+
+
+class Mix(NamedTuple):
+    """Convolutions around both sublayers of a layer; none reaches out of its `block` of tokens."""
+
+    attention: Conv
+    mlp: Conv
+    block: int
+
+
 class Layer(NamedTuple):
-    """Weights of one layer. `qk_norm`: [num_heads + kv, head_dim] per-head weights, or None."""
+    """Weights of one layer. `qk_norm`: [num_heads + kv, head_dim] per-head weights, or None. `mix`:
+    a flat batch is whole blocks then.
+    """
 
     attention_norm: Norm
     qkv: Linear
@@ -38,6 +61,7 @@ class Layer(NamedTuple):
     mlp_norm: Norm
     gate_up: Linear
     down: Linear
+    mix: Optional[Mix]  # noqa: UP045 - likewise
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -55,6 +79,31 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Rotate heads `x` [N, heads, head_dim] in place; `cos`, `sin` [N, 1, head_dim]."""
     swapped = torch.roll(x, [x.size(-1) // 2], [-1])
     x.mul_(cos).addcmul_(swapped, sin)
+
+
+def kernels(x: Tensor, c: Conv) -> Tensor:
+    """The kernels of tokens `x` [N, hidden], before and behind the sublayer: [2, taps, N,
+    hidden].
+    """
+    taps = c.base.size(0) // 2
+    added = linear(x, c.delta).view(x.size(0), 2, taps, x.size(1) // c.group, 1)
+    base = c.base.view(1, 2, taps, x.size(1) // c.group, c.group)
+    return (base + added).permute(1, 2, 0, 3, 4).flatten(3)
+
+
+def convolved(x: Tensor, kernel: Tensor, block: int) -> Tensor:
+    """Row t of a block becomes the sum over taps of `kernel[tap, t]` times its row t - tap.
+
+    `x` [N, hidden], N a multiple of `block` but for rows that nobody reads; `kernel` [taps, N,
+    hidden].
+    """
+    out = x * kernel[0]
+    at = torch.arange(x.size(0), device=x.device) % block
+    for tap in range(1, kernel.size(0)):
+        # Filled, not multiplied by zero: a NaN stays in its own block.
+        before = torch.roll(x, [tap], [0]).masked_fill((at < tap).unsqueeze(1), 0.0)
+        out = out + before * kernel[tap]
+    return out
 
 
 def run_layers(
@@ -81,7 +130,13 @@ def run_layers(
         states.append(x)
     count = x.size(0)
     for i, layer in enumerate(layers):
-        qkv = linear(rms_norm(x, layer.attention_norm), layer.qkv)
+        normed = rms_norm(x, layer.attention_norm)
+        mix = layer.mix
+        kernel = x
+        if mix is not None:
+            kernel = kernels(normed, mix.attention)
+            normed = convolved(normed, kernel[0], mix.block)
+        qkv = linear(normed, layer.qkv)
         dim = storage[i].size(2)
         heads = qkv.view(count, qkv.size(1) // dim, dim)
         queries = heads.size(1) - 2 * kv
@@ -93,11 +148,21 @@ def run_layers(
             rotate_(qk, cos, sin)
         storage[i].index_copy_(0, slots, heads[: slots.size(0), queries:])
         attended = attend_all(heads, storage[i], plans[plan_of[i]], kv)
-        x = linear_add(attended, layer.out, x)
-        gate_up = linear(rms_norm(x, layer.mlp_norm), layer.gate_up)
+        if mix is None:
+            x = linear_add(attended, layer.out, x)
+        else:
+            x = x + convolved(linear(attended, layer.out), kernel[1], mix.block)
+        normed = rms_norm(x, layer.mlp_norm)
+        if mix is not None:
+            kernel = kernels(normed, mix.mlp)
+            normed = convolved(normed, kernel[0], mix.block)
+        gate_up = linear(normed, layer.gate_up)
         half = gate_up.size(1) // 2
         gated = F.silu(gate_up[:, :half]).mul_(gate_up[:, half:])
-        x = linear_add(gated, layer.down, x)
+        if mix is None:
+            x = linear_add(gated, layer.down, x)
+        else:
+            x = x + convolved(linear(gated, layer.down), kernel[1], mix.block)
         if i + 1 in taps:
             states.append(x)
     return x, states

@@ -140,13 +140,15 @@ def lay_out(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    blocks: bool = False,
+    ahead: Sequence[bool] = (),
     alone: bool = False,
 ) -> Layout:
-    """Arrange rows for one forward. `alone`: no row is viewed across another's pages."""
+    """Arrange rows for one forward. `alone`: no row is viewed across another's pages; `ahead` as
+    `Segments` takes it.
+    """
     runs = [Run([p], [0], 0) for p in placed] if alone else arrange(placed)
     rows = [row for run in runs for row in run.rows]
-    plans, plan_of = Segments(config, runs, dtype, device, blocks=blocks).plans()
+    plans, plan_of = Segments(config, runs, dtype, device, ahead=ahead).plans()
     order: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(rows)
     token = 0
     for p in rows:
@@ -165,7 +167,8 @@ def lay_out(
 class Segments:
     """Builds the segments of one batch, once for each distinct attention window.
 
-    `blocks`: in layers without a window, every token sees all of its own row.
+    `ahead[i]`: in layer i every token sees its row to the end (and, of what is before it, as much
+    as its window holds); empty: in none.
     """
 
     def __init__(
@@ -175,9 +178,10 @@ class Segments:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        blocks: bool = False,
+        ahead: Sequence[bool] = (),
     ) -> None:
-        self._config, self._runs, self._blocks = config, runs, blocks
+        self._config, self._runs = config, runs
+        self._ahead = tuple(ahead) or (False,) * config.num_layers
         self._dtype, self._device = dtype, device
         self._longest = max(row.end for run in runs for row in run.rows)
 
@@ -186,9 +190,9 @@ class Segments:
         reaches = [
             (
                 window if window is not None and window < self._longest else None,
-                self._blocks and window is None,
+                ahead,
             )
-            for window in self._config.windows
+            for window, ahead in zip(self._config.windows, self._ahead, strict=True)
         ]
         distinct = list(dict.fromkeys(reaches))
         return [self._build(*reach) for reach in distinct], [distinct.index(r) for r in reaches]
@@ -219,9 +223,8 @@ class Segments:
             # Also for a single query that sees everything: torch's kernel is a quarter faster over
             # long contexts when it is given a mask.
             positions = np.arange(row.start, row.end)[None, :]
-            if ahead:
-                positions = np.full_like(positions, row.end - 1)
-            mask = self._mask(positions, np.array([first]), length, window, folded=folded)
+            last = np.full_like(positions, row.end - 1) if ahead else positions
+            mask = self._mask(positions, last, np.array([first]), length, window, folded=folded)
         slots = None
         if row.slots is not None:
             slots = torch.from_numpy(row.slots[first : row.end]).to(self._device)
@@ -265,7 +268,9 @@ class Segments:
             folded=True,
             causal=False,
             slots=None,
-            mask=self._mask(positions, np.zeros(rows, np.int64), length, None, folded=True),
+            mask=self._mask(
+                positions, positions, np.zeros(rows, np.int64), length, None, folded=True
+            ),
             pad=self._index(pad.reshape(-1)) if ragged else None,
             unpad=self._index(np.concatenate(unpad)) if ragged else None,
         )
@@ -273,6 +278,7 @@ class Segments:
     def _mask(
         self,
         positions: NDArray[np.int64],
+        last: NDArray[np.int64],
         first: NDArray[np.int64],
         length: int,
         window: int | None,
@@ -280,13 +286,14 @@ class Segments:
         folded: bool,
     ) -> Tensor:
         """Additive mask [rows, 1, queries (* group), length]; key j of row r is position first[r] +
-        j.
+        j. A query at `positions` sees keys up to `last`, from its window's first on.
         """
         query = torch.from_numpy(positions).to(self._device)[:, :, None]
+        latest = torch.from_numpy(last).to(self._device)[:, :, None]
         key = torch.from_numpy(first).to(self._device)[:, None, None] + torch.arange(
             length, device=self._device
         )
-        hidden = key > query
+        hidden = key > latest
         if window is not None:
             hidden |= key <= query - window
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)

@@ -43,12 +43,12 @@ def run_rows(
     page_size: int,
     taps: Sequence[int],
     splits: int | None = None,
-    causal: bool = True,
+    ahead: tuple[bool, ...] = (),
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Hidden states before the final norm, taps, and the slots (int64) of the tokens.
 
-    `splits`: one of `SPLITS`, chosen by size where it is None. Without `causal` a token sees all of
-    its own row.
+    `splits`: one of `SPLITS`, chosen by size where it is None. Where `ahead[i]`, a token of
+    layer i sees its own row to the end.
     """
     config, device = model.config, model.device
     lengths = np.array([r.length for r in rows], np.int32)
@@ -87,7 +87,7 @@ def run_rows(
         tokens=per_tile,
         splits=splits or _few_kinds(splits_for(len(tile_row) * config.num_kv_heads, device)),
     )
-    flat = Flat(sent[1], sent[2], tiles, scratch_of(tiles, config, device), page_size, causal)
+    flat = Flat(sent[1], sent[2], tiles, scratch_of(tiles, config, device), page_size, ahead)
     x = F.embedding(sent[0].long(), model.embedding)
     hidden, tapped = run_layers(model, x, flat, storage, taps)
     return hidden, tapped, sent[2].long()

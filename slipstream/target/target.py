@@ -50,8 +50,8 @@ class Target:
     """A model with a KV pool of its own. Several targets may share one `LoadedModel`'s weights.
 
     `taps`: which hidden states to return as features (0 the embeddings, i + 1 the output of layer i
-    before the final norm). `blocks`: every token sees all of its own row (layers with a window stay
-    causal), as drafters that denoise a block want it. Memory for keys and values is zero pages
+    before the final norm). `ahead[i]`: in layer i every token sees its own row to the end, as
+    drafters that denoise a block want it; empty: in none. Memory for keys and values is zero pages
     until it is used, so a large pool costs nothing. Raises `ModelError` if it cannot even be
     reserved.
     """
@@ -63,7 +63,7 @@ class Target:
         num_pages: int,
         page_size: int = 16,
         taps: tuple[int, ...] = (),
-        blocks: bool = False,
+        ahead: tuple[bool, ...] = (),
     ) -> None:
         self.loaded = loaded
         self.config: ModelConfig = loaded.model.config
@@ -74,7 +74,7 @@ class Target:
                 f"{self.config.num_layers}."
             )
         self.pool = PagePool(num_pages, page_size)
-        self.taps, self.blocks = taps, blocks
+        self.taps, self.ahead = taps, ahead
         self.forwards = 0
         self._model = loaded.model
         self.storage = _storage(
@@ -139,7 +139,7 @@ class Target:
             storage=self.storage,
             page_size=self.pool.page_size,
             taps=self.taps,
-            causal=not self.blocks,
+            ahead=self.ahead,
         )
         order = [np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
         return _Flat(hidden, tapped, slots, order)
@@ -150,7 +150,7 @@ class Target:
             place(i, len(row.tokens), row.start, row.pages, size) for i, row in enumerate(rows)
         ]
         device, model = self._model.device, self._model
-        flat = lay_out(placed, self.config, model.dtype, device, blocks=self.blocks, alone=alone)
+        flat = lay_out(placed, self.config, model.dtype, device, ahead=self.ahead, alone=alone)
         ids = torch.tensor([t for p in flat.rows for t in rows[p.order].tokens], device=device)
         at = torch.from_numpy(flat.positions).to(device)
         hidden, tapped = model.hidden(

@@ -7,7 +7,7 @@ over many blocks of many texts at once: a block sees its text before its anchor,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,14 +169,24 @@ class DFlashNetwork:
     def _layer(
         self, i: int, x: Tensor, context: Tensor, seen: Tensor, rope: tuple[Tensor, Tensor]
     ) -> Tensor:
-        c = self.config.model
-
-        def get(name: str) -> Tensor:
-            return self.tensors[f"layers.{i}.{name}.weight"]
-
         normed = self._norm(x, f"layers.{i}.input_layer")
+        x = x + self._around(
+            f"layers.{i}.attention_conv", normed, lambda u: self._attend(i, u, context, seen, rope)
+        )
+        normed = self._norm(x, f"layers.{i}.post_attention_layer")
+        return x + self._around(f"layers.{i}.mlp_conv", normed, lambda u: self._gated(i, u))
+
+    def _around(self, name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """A sublayer's output; descendants put something named `name` around it."""
+        return sublayer(x)
+
+    def _attend(
+        self, i: int, normed: Tensor, context: Tensor, seen: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        c, get = self.config.model, self._getter(i)
         both = torch.cat((context, normed), 1)
-        own = (rope[0][:, -x.shape[1] :], rope[1][:, -x.shape[1] :])
+        rows = normed.shape[1]
+        own = (rope[0][:, -rows:], rope[1][:, -rows:])
         q = self._heads(normed @ get("self_attn.q_proj").t(), own, get("self_attn.q_norm"))
         k = self._heads(both @ get("self_attn.k_proj").t(), rope, get("self_attn.k_norm"))
         v = (both @ get("self_attn.v_proj").t()).view(*both.shape[:2], -1, c.head_dim).to(q.dtype)
@@ -186,10 +196,15 @@ class DFlashNetwork:
             v.repeat_interleave(c.group, 2).transpose(1, 2),
             attn_mask=seen,
         )
-        x = x + out.transpose(1, 2).flatten(2) @ get("self_attn.o_proj").t()
-        normed = self._norm(x, f"layers.{i}.post_attention_layer")
+        return out.transpose(1, 2).flatten(2) @ get("self_attn.o_proj").t()
+
+    def _gated(self, i: int, normed: Tensor) -> Tensor:
+        get = self._getter(i)
         gated = F.silu(normed @ get("mlp.gate_proj").t()) * (normed @ get("mlp.up_proj").t())
-        return x + gated @ get("mlp.down_proj").t()
+        return gated @ get("mlp.down_proj").t()
+
+    def _getter(self, i: int) -> Callable[[str], Tensor]:
+        return lambda name: self.tensors[f"layers.{i}.{name}.weight"]
 
     def _heads(self, x: Tensor, rope: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
         """Per-head norm and rotation: [texts, rows, heads, head_dim]."""
@@ -205,21 +220,33 @@ class DFlashNetwork:
 
 def block_loss(logits: Tensor, wanted: Tensor, there: Tensor, *, d_pace: bool) -> Tensor:
     """Weighted mean cross-entropy of blocks: `logits` [..., draft_len, vocab], labels beside them.
+    See `block_weights`.
+    """
+    each = cross_entropies(logits, wanted)
+    weight = block_weights(each, there, d_pace=d_pace)
+    return (each * weight).sum() / weight.sum().clamp(min=1e-6)
+
+
+def cross_entropies(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Of each label, float32 shaped as `wanted`; `logits` [..., vocab]."""
+    each = F.cross_entropy(logits.flatten(0, -2).float(), wanted.flatten(), reduction="none")
+    return each.view(wanted.shape)
+
+
+def block_weights(each: Tensor, there: Tensor, *, d_pace: bool) -> Tensor:
+    """How much each draft token of a block counts, shaped as its cross-entropies `each`.
 
     Weights fall along a block as exp(-(k - 1) / gamma), or, with `d_pace`, are the chance that the
     draft is still alive there and what follows: sums over j >= k of products up to j of a smoothed
     probability of the right token.
     """
-    each = F.cross_entropy(logits.flatten(0, -2).float(), wanted.flatten(), reduction="none")
-    each = each.view(wanted.shape)
     if d_pace:
         right = (0.5 * torch.exp(-each.detach()) + 0.5) * there
         alive = right.cumprod(-1)
         weight = alive.flip(-1).cumsum(-1).flip(-1)
     else:
-        block = wanted.shape[-1] + 1
+        block = each.shape[-1] + 1
         gamma = _GAMMA.get(block, block / 2)
-        steps = torch.arange(wanted.shape[-1], device=each.device)
+        steps = torch.arange(each.shape[-1], device=each.device)
         weight = torch.exp(-steps / gamma).expand_as(each)
-    weight = weight * there
-    return (each * weight).sum() / weight.sum().clamp(min=1e-6)
+    return weight * there

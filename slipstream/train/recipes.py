@@ -10,13 +10,14 @@ from slipstream.errors import InvalidConfig
 from slipstream.models.dense import Model
 from slipstream.models.dspark import MARKOV, DSparkConfig
 from slipstream.models.mtp import head_config
-from slipstream.train import dflash, dspark, eagle3, mtp
+from slipstream.train import dflash, dflash2, dspark, eagle3, mtp
 from slipstream.train.recipe import Network
 
 _TAKES: dict[str, tuple[str, ...]] = {
     "mtp": (),
     "eagle3": ("draft_vocab",),
     "dflash": ("layers", "taps", "d_pace"),
+    "dflash2": ("layers", "taps", "d_pace", "rank"),
     "dspark": ("layers", "taps", "markov", "rank"),
 }
 """What of a `Shape` a recipe takes, beside what all take."""
@@ -27,9 +28,10 @@ RECIPES = tuple(_TAKES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What may be chosen of a drafter's size; a recipe takes what it knows. `draft_len`: tokens it
-    is trained to draft. `d_pace`: D-PACE weights of the block loss. `markov`, `rank`: of DSpark's
-    Markov head. `draft_vocab`: how many of the texts' most frequent tokens EAGLE-3 may draft, None
-    for all. `mask_token_id`: a token that text never holds.
+    is trained to draft. `d_pace`: D-PACE weights of the block loss. `markov`: DSpark's
+    Markov head, of `rank`, which is also the rank of DFlash2's selector. `draft_vocab`: how many of
+    the texts' most frequent tokens EAGLE-3 may draft, None for all. `mask_token_id`: a token that
+    text never holds.
     """
 
     draft_len: int
@@ -78,12 +80,16 @@ def make(
     sizes = dflash.Shape(
         layers=shape.layers,
         intermediate_size=shape.intermediate_size,
-        block_size=shape.draft_len + (recipe == "dflash"),
+        block_size=shape.draft_len + (recipe != "dspark"),
         taps=shape.taps,
     )
     config = dflash.draft_config(target.config, sizes, mask_token_id=shape.mask_token_id)
     if recipe == "dflash":
         return dflash.DFlashNetwork(config, target, seed=seed, d_pace=shape.d_pace)
+    if recipe == "dflash2":
+        return dflash2.DFlash2Network(
+            dflash2.full_config(config, rank=shape.rank), target, seed=seed, d_pace=shape.d_pace
+        )
     if shape.markov not in MARKOV or shape.rank < 1:
         raise InvalidConfig(
             f"markov is {shape.markov!r} of rank {shape.rank}; choose one of "

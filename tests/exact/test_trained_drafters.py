@@ -15,6 +15,7 @@ from slipstream.drafters import dflash as drafters_dflash
 from slipstream.drafters import lanes
 from slipstream.engine import LLM
 from slipstream.errors import ModelError
+from slipstream.models.dflash2 import DFlash2Config
 from slipstream.models.dspark import DSparkConfig
 from slipstream.models.mtp import head_config
 from slipstream.models.mtp_gated import gated_config, save_gated
@@ -24,11 +25,12 @@ from slipstream.target.target import ForwardRow, Target
 from slipstream.train import dflash, eagle3
 from slipstream.train.data import Features, own_answers, text_of
 from slipstream.train.dflash import DFlashNetwork
+from slipstream.train.dflash2 import DFlash2Network
 from slipstream.train.dspark import DSparkNetwork
 from slipstream.train.eagle3 import Eagle3Network
 from slipstream.train.mtp import MtpNetwork
 from slipstream.train.trainer import Plan, Trainer
-from slipstream.types import Dense, SamplingParams, Span
+from slipstream.types import Dense, SamplingParams, Span, TopK
 from tests.exact.test_greedy_equality import TWISTS, answers, prompts
 from tests.helpers import StubRow
 
@@ -92,10 +94,14 @@ def network(method):
     config = dflash.draft_config(target.config, dflash.Shape(layers=2, taps=2), mask_token_id=319)
     if method == "dspark":
         return DSparkNetwork(DSparkConfig(config, "gated", rank=16), target, seed=1)
+    if method == "dflash2":
+        return DFlash2Network(DFlash2Config(config, rank=16, top_k=8), target, seed=1)
     return DFlashNetwork(config, target, seed=1)
 
 
-@pytest.fixture(scope="module", params=["mtp", "gated mtp", "eagle3", "dflash", "dspark"])
+@pytest.fixture(
+    scope="module", params=["mtp", "gated mtp", "eagle3", "dflash", "dflash2", "dspark"]
+)
 def method(request):
     return request.param
 
@@ -182,6 +188,9 @@ def test_a_law_that_was_not_drawn_from_fails(trained, monkeypatch):
             false = torch.full_like(draft.law.probs, 0.003)
             false[..., 1::2] = 1.0
             object.__setattr__(draft, "law", Dense(false))
+        elif isinstance(draft.law, TopK):
+            false = torch.where(draft.law.ids % 2 == 1, 1.0, 0.003)
+            object.__setattr__(draft, "law", TopK(draft.law.ids, false))
         return draft
 
     for module in (drafters_dflash, drafters_chain):

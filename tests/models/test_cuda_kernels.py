@@ -173,7 +173,7 @@ def reference(qkv, storage, rows, *, kv, page_size, causal, window, sinks):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("splits", [1, 2, 8, 16])
-@pytest.mark.parametrize("kind", ["verify", "prompt", "window", "sinks", "block"])
+@pytest.mark.parametrize("kind", ["verify", "prompt", "window", "sinks", "block", "sliding block"])
 def test_attention_over_ragged_batches(seed, splits, kind):
     rng = np.random.default_rng(seed)
     kv, group = [(1, 4), (2, 3), (2, 1), (3, 3)][seed % 4]
@@ -217,8 +217,8 @@ def test_attention_over_ragged_batches(seed, splits, kind):
     )
     scratch.out.fill_(float("nan"))
     options = {
-        "causal": kind != "block",
-        "window": 13 if kind == "window" else None,
+        "causal": "block" not in kind,
+        "window": 13 if kind in ("window", "sliding block") else None,
         "sinks": randn(heads, dtype=torch.float32, seed=9) if kind == "sinks" else None,
     }
     out = attend(qkv, storage, layout, scratch=scratch, page_size=page_size, **options)

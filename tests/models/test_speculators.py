@@ -35,7 +35,7 @@ class Row(StubRow):
 
 def flash(layers=2, draft_vocab=None, block=5):
     model = tiny_config("qwen3", num_hidden_layers=layers, num_key_value_heads=3)
-    return DFlashConfig(model, block, 319, (2, 4), draft_vocab)
+    return DFlashConfig(model, block, 319, (2, 4), draft_vocab=draft_vocab)
 
 
 def random_tensors(config, seed=3):
@@ -164,8 +164,13 @@ def test_read_written_read_again_and_served_exactly(tmp_path, name):
 
 def test_sliding_layers_keep_their_window(tmp_path):
     kind, config, layers, own = dflash_case(window=16)
+    sees = "sliding_window_non_causal"
     foreign(tmp_path, kind, layers, random_tensors(config), **own)
-    assert load_dflash(tmp_path, TARGET).model.config.windows == (16, None)
+    loaded = load_dflash(tmp_path, TARGET)
+    assert loaded.model.config.windows == (16, None)
+    assert loaded.config.ahead == (False, True)
+    foreign(tmp_path, kind, layers, random_tensors(config), **own | {sees: True})
+    assert load_dflash(tmp_path, TARGET).config.ahead == (True, True)
 
 
 def test_early_eagle3_configs_are_silent(tmp_path):

@@ -110,13 +110,17 @@ def test_one_text_is_learned_and_served(tmp_path, recipe):
 @pytest.mark.parametrize(
     ("recipe", "given", "says"),
     [
-        ("eagle3", {"layers": 2}, "layers is 2; eagle3 does not take it, dflash, dspark do"),
-        ("mtp", {"taps": 2}, "taps is 2; mtp does not take it, dflash, dspark do"),
-        ("dspark", {"d_pace": True}, "d_pace is True; dspark does not take it, dflash do"),
-        ("dflash", {"rank": 8}, "rank is 8; dflash does not take it, dspark do"),
+        (
+            "eagle3",
+            {"layers": 2},
+            "layers is 2; eagle3 does not take it, dflash, dflash2, dspark do",
+        ),
+        ("mtp", {"taps": 2}, "taps is 2; mtp does not take it, dflash, dflash2, dspark do"),
+        ("dspark", {"d_pace": True}, "d_pace is True; dspark does not take it, dflash, dflash2 do"),
+        ("dflash", {"rank": 8}, "rank is 8; dflash does not take it, dflash2, dspark do"),
         ("mtp", {"draft_len": 0}, "draft_len is 0; allowed: 1 to 32"),
         ("dflash", {"draft_len": 33}, "draft_len is 33; allowed: 1 to 32"),
-        ("eagle9", {}, "recipe is 'eagle9'; choose one of mtp, eagle3, dflash, dspark"),
+        ("eagle9", {}, "recipe is 'eagle9'; choose one of mtp, eagle3, dflash, dflash2, dspark"),
     ],
 )
 def test_what_a_recipe_does_not_take_is_said(recipe, given, says):

@@ -171,4 +171,4 @@ def test_the_command_line_trains_and_writes_a_card(tmp_path):
     assert arm.generate(["say 1 again"], SamplingParams(max_tokens=8))[0].token_ids
     bad = CliRunner().invoke(app, ["train", "eagle9", "--out", str(out)])
     assert bad.exit_code == 2
-    assert "recipe is 'eagle9'; choose one of mtp, eagle3, dflash, dspark" in bad.output
+    assert "recipe is 'eagle9'; choose one of mtp, eagle3, dflash, dflash2, dspark" in bad.output

@@ -15,7 +15,7 @@ from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
 from slipstream.models.cuda.wide import cut_for, partial_products
 from slipstream.models.dense import Model
-from slipstream.models.layers import Layer, Norm
+from slipstream.models.layers import Layer, Norm, convolved, kernels
 from slipstream.models.linear import Linear
 
 _WIDE = 8192
@@ -25,7 +25,8 @@ _WIDE = 8192
 @dataclass(frozen=True, slots=True)
 class Flat:
     """Where the tokens of a forward belong. `positions`, `slots` int32 [tokens]; a token of slot -1
-    is computed and not stored. `causal` False lets every query see all of its row's positions.
+    is computed and not stored. `ahead[i]` lets every query of layer i see its row to the end;
+    empty: in no layer.
     """
 
     positions: Tensor
@@ -33,7 +34,7 @@ class Flat:
     tiles: Tiles
     scratch: Scratch
     page_size: int
-    causal: bool = True
+    ahead: tuple[bool, ...] = ()
 
 
 def run_layers(
@@ -44,6 +45,8 @@ def run_layers(
     `x` [tokens, hidden] embeddings; layer i's keys and values go to `storage[i]`. Tap 0 is `x`, tap
     i + 1 the output of layer i. Nothing is written in place: a tap stays what it was.
     """
+    if any(layer.mix is not None for layer in model.layers):
+        return _run_mixed(model, x, flat, storage, taps)
     norms = [layer.attention_norm for layer in model.layers] + [model.norm]
     first = norms[0]
     stream = Normed(x, rms_norm(x, first.weight, first.eps), None)
@@ -55,6 +58,29 @@ def run_layers(
         if i + 1 in taps:
             states[i + 1] = stream.x
     return stream.x, [states[t] for t in taps]
+
+
+def _run_mixed(
+    model: Model, x: Tensor, flat: Flat, storage: Sequence[Tensor], taps: Sequence[int]
+) -> tuple[Tensor, list[Tensor]]:
+    """`run_layers` of layers with convolutions: these need the norm's finished output."""
+    states = {0: x}
+    for i, layer in enumerate(model.layers):
+        mix = layer.mix
+        normed = rms_norm(x, layer.attention_norm.weight, layer.attention_norm.eps)
+        around = kernels(normed, mix.attention)
+        normed = convolved(normed, around[0], mix.block)
+        attended = _attention(model, i, Normed(x, normed, None), flat, storage[i])
+        attended = product(attended, layer.out.weight, layer.out.bias)
+        x = x + convolved(attended, around[1], mix.block)
+        normed = rms_norm(x, layer.mlp_norm.weight, layer.mlp_norm.eps)
+        around = kernels(normed, mix.mlp)
+        normed = convolved(normed, around[0], mix.block)
+        gated = silu_gate(product(normed, layer.gate_up.weight, layer.gate_up.bias))
+        gated = product(gated, layer.down.weight, layer.down.bias)
+        x = x + convolved(gated, around[1], mix.block)
+        states[i + 1] = x
+    return x, [states[t] for t in taps]
 
 
 def logits(model: Model, hidden: Tensor) -> Tensor:
@@ -101,7 +127,7 @@ def _attention(model: Model, index: int, stream: Normed, flat: Flat, storage: Te
         flat.tiles,
         scratch=flat.scratch,
         page_size=flat.page_size,
-        causal=flat.causal,
+        causal=not (flat.ahead and flat.ahead[index]),
         window=config.windows[index],
     )
 

@@ -1,0 +1,135 @@
+"""DFlash2: DFlash's pass, then a walk over the likeliest few tokens of each mask.
+
+Source: DFlash2 of inco and z-lab (see `models.dflash2`). At each position the selector scores the
+`top_k` likeliest tokens, given the token chosen before; the walk takes the best of them, or draws
+one at the request's temperature. What it draws from is the draft law: `TopK`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.drafters.dflash import DFlashDrafter
+from slipstream.drafters.lanes import Lane, draws
+from slipstream.drafters.specs import DrafterContext, DrafterSpec
+from slipstream.errors import InvalidConfig
+from slipstream.models.dflash2 import DFlash2, load_dflash2
+from slipstream.models.layers import rms_norm
+from slipstream.sampling.accept import invert_cdf
+from slipstream.sampling.probs import process_logits
+from slipstream.target.target import ForwardOutput
+from slipstream.types import DraftLaw, OneHot, TopK
+
+_COLDEST = 1e-30
+
+
+class DFlash2Drafter(DFlashDrafter):
+    """Differences from DFlash: convolutions in the layers (`models.layers.Mix`), and each token is
+    chosen among its mask's likeliest by the selector's score, which knows the token before.
+
+    Penalties, bans and grammar are the target's own, applied to the logits before the likeliest are
+    taken. `top_k`, `top_p` and `min_p` of a request are not: its temperature alone shapes the law.
+    """
+
+    def __init__(
+        self, flash2: DFlash2, draft_len: int, *, pages: int, page_size: int, name: str
+    ) -> None:
+        super().__init__(flash2.flash, draft_len, pages=pages, page_size=page_size, name=name)
+        self.flash2 = flash2
+
+    def _law(self, lanes: Sequence[Lane], out: ForwardOutput, rows: int) -> DraftLaw:
+        if all(lane.row.params.greedy for lane in lanes):
+            return OneHot()
+        width = max(lane.width for lane in lanes)
+        shape = (rows, width, self.flash2.config.top_k)
+        device = out.logits.device
+        return TopK(
+            torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)
+        )
+
+    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: DraftLaw) -> None:
+        """Fill the lanes from left to right; a lane without a finite score ends."""
+        assert out.features is not None
+        hidden = rms_norm(out.features[:, 0].contiguous(), self.weights.model.norm)
+        going = [(lane, i * self.reach + 1) for i, lane in enumerate(lanes)]
+        for i in range(max(lane.width for lane in lanes)):
+            going = [(lane, at) for lane, at in going if lane.width > i]
+            rows = [at + i for _, at in going]
+            alive = self._step([lane for lane, _ in going], out.logits[rows], hidden[rows], law)
+            going = [pair for pair, lives in zip(going, alive, strict=True) if lives]
+            if not going:
+                return
+
+    def _step(self, lanes: list[Lane], logits: Tensor, hidden: Tensor, law: DraftLaw) -> list[bool]:
+        """Append one token to each lane that has a finite score; which those are."""
+        scores, ids = self._scores(lanes, logits, hidden)
+        peaks, picks = scores.max(-1)
+        if isinstance(law, TopK):
+            picks = self._drawn(lanes, scores, ids, picks, law)
+        tokens = ids.gather(-1, picks.unsqueeze(-1))[:, 0].tolist()
+        alive: list[bool] = peaks.isfinite().tolist()
+        for lane, token, lives in zip(lanes, tokens, alive, strict=True):
+            if lives:
+                lane.chosen.append(token)
+        return alive
+
+    def _scores(self, lanes: list[Lane], logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, float32, and ids of each lane's candidates, [lanes, top_k].
+
+        `logits` [lanes, vocab] of the target's head, `hidden` [lanes, hidden] normed.
+        """
+        unary = process_logits(
+            self.flash2.config.scaled(logits),
+            [lane.row.sampler for lane in lanes],
+            [lane.chosen for lane in lanes],
+        )
+        scores, ids = unary.topk(self.flash2.config.top_k, -1)
+        before = [(lane.chosen or lane.row.tokens)[-1] for lane in lanes]
+        bonds = self.flash2.bonds(torch.tensor(before, device=ids.device), hidden, ids)
+        return scores + bonds, ids
+
+    def _drawn(
+        self, lanes: list[Lane], scores: Tensor, ids: Tensor, best: Tensor, law: TopK
+    ) -> Tensor:
+        """Candidates drawn at each lane's temperature, the best for greedy ones, int64 [lanes];
+        their law goes into `law`.
+        """
+        heat = [max(lane.row.params.temperature, _COLDEST) for lane in lanes]
+        cold = torch.tensor([lane.row.params.greedy for lane in lanes], device=ids.device)
+        peaks = scores.amax(-1, keepdim=True)
+        cooled = (scores - peaks) / torch.tensor(heat, device=ids.device).unsqueeze(-1)
+        # A lane without a finite score ends here: any law will do for it, as long as it is one.
+        sure = torch.nn.functional.one_hot(best, scores.shape[-1]).float()
+        unsound = cold | ~peaks[:, 0].isfinite()
+        probs = torch.where(unsound.unsqueeze(-1), sure, cooled.softmax(-1))
+        where = [lane.index for lane in lanes]
+        depth = len(lanes[0].chosen)
+        law.ids[where, depth], law.probs[where, depth] = ids, probs
+        return torch.where(unsound, best, invert_cdf(probs, draws(lanes)))
+
+
+def create(spec: DrafterSpec, context: DrafterContext) -> DFlash2Drafter:
+    """The drafter of a spec `dflash2:PATH:draft_len`.
+
+    Raises `ModelError` for a checkpoint that does not fit the target, `InvalidConfig` for more
+    draft tokens than its block holds.
+    """
+    if spec.path is None:
+        raise ValueError(f"{spec} has no path")  # parse() never lets one through
+    flash2 = load_dflash2(Path(spec.path).expanduser(), context.target.model)
+    most = flash2.config.flash.block_size - 1
+    if spec.draft_len > most:
+        raise InvalidConfig(
+            f"draft_len is {spec.draft_len} in drafter {str(spec)!r}; its block holds {most}."
+        )
+    return DFlash2Drafter(
+        flash2,
+        spec.draft_len,
+        pages=context.pages,
+        page_size=context.page_size,
+        name=str(spec),
+    )
