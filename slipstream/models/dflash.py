@@ -183,6 +183,10 @@ def read_tensors(
 
     Raises `ModelError` naming what does not fit `expected` shapes, or a mapping that is broken.
     """
+    if (folder / "mask_embedding.pt").is_file():
+        raise ModelError(
+            f"{folder} brings an embedding of its mask token (mask_embedding.pt), which is not read."
+        )
     spare = (*SPARE, *SHARED)
     with opened(folder) as handles:
         names = {plain_name(name): name for name in handles}

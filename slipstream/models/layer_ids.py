@@ -28,7 +28,7 @@ _MODELOPT = ("next_layer_regular", "use_mtp_layernorm", "use_input_layernorm_in_
 @dataclass(frozen=True, slots=True)
 class LayersRead:
     """`taps`: `hs[i]` indices. `why`: what decided between the conventions, half a sentence.
-    `instead`: where nothing in the checkpoint decided it, what else to try.
+    `instead`: where nothing in the checkpoint proves it, what else to try.
     """
 
     taps: tuple[int, ...]
@@ -113,9 +113,9 @@ def _decide(
     if count in ids:
         return "boundaries", f"{said} boundaries, for there is no layer {count}", True
     if tuple(ids) == (1, count // 2 - 1, count - 4):
-        return "outputs", f"{said} outputs, the usual ones of ModelOpt and SpecForge", True
+        return "outputs", f"{said} outputs, the usual ones of ModelOpt and SpecForge", False
     if tuple(ids) == default_taps(count):
-        return "boundaries", f"{said} boundaries, the usual ones of vLLM and SGLang", True
+        return "boundaries", f"{said} boundaries, the usual ones of vLLM and SGLang", False
     if any(name in own for name in _MODELOPT):
         return "outputs", f"{said} outputs, as ModelOpt writes them", True
     if nested:

@@ -1,6 +1,7 @@
 """What the layer ids of an EAGLE-3 config mean, as far as it can be known, and that it is said."""
 
 import json
+import re
 
 import pytest
 
@@ -30,8 +31,6 @@ def nested(ids, **more):
         # nvidia/gpt-oss-120b-Eagle3-v3, written by ModelOpt all the same
         (nested([24, 30, 36], use_mtp_layernorm=False), (24, 30, 36), "there is no layer 36"),
         ({"eagle3_layers_to_capture": [23, 29, 35]}, (24, 30, 36), "layers_to_capture always are"),
-        (nested([1, 17, 32]), (2, 18, 33), "usual ones of ModelOpt and SpecForge"),
-        (nested([2, 18, 33]), (2, 18, 33), "usual ones of vLLM and SGLang"),
         (nested([3, 9, 20], next_layer_regular=True), (4, 10, 21), "as ModelOpt writes them"),
         ({"aux_hidden_state_layer_ids": [1, 17, 32]}, (1, 17, 32), "speculators"),
         (nested([1, 17, 32], layer_ids="boundaries"), (1, 17, 32), "as its config says"),
@@ -48,15 +47,17 @@ def test_what_a_checkpoint_shows_decides(hf, taps, why):
 @pytest.mark.parametrize(
     ("hf", "taps", "other"),
     [
+        (nested([1, 17, 32]), (2, 18, 33), "ModelOpt and SpecForge; .* try layer_ids=boundaries"),
+        (nested([2, 18, 33]), (2, 18, 33), "vLLM and SGLang; .* try layer_ids=outputs"),
         (nested([1, 17, 33]), (2, 18, 34), "try layer_ids=boundaries"),
         ({IDS: [1, 17, 33]}, (1, 17, 33), "try layer_ids=outputs"),
         ({}, (2, 18, 33), "add eagle_aux_hidden_state_layer_ids"),
     ],
 )
-def test_where_nothing_decides_the_line_says_what_else_to_try(hf, taps, other):
+def test_where_nothing_proves_it_the_line_says_what_else_to_try(hf, taps, other):
     found = read(hf)
     assert found.taps == taps
-    assert other in found.sentence("x")
+    assert re.search(other, found.sentence("x"))
 
 
 def test_the_user_may_decide():
