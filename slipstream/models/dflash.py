@@ -185,7 +185,7 @@ def read_tensors(
     """
     if (folder / "mask_embedding.pt").is_file():
         raise ModelError(
-            f"{folder} brings an embedding of its mask token (mask_embedding.pt), which is not read."
+            f"{folder} brings an embedding of its mask token (mask_embedding.pt); it is not read."
         )
     spare = (*SPARE, *SHARED)
     with opened(folder) as handles:

@@ -100,7 +100,7 @@ def test_unexpected_tensors_and_long_drafts_are_refused(tmp_path):
         LLM(LOADED, drafter=f"dflash:{tmp_path}:7")
     (tmp_path / "mask_embedding.pt").touch()
     with pytest.raises(
-        ModelError, match=r"embedding of its mask token .mask_embedding\.pt., which"
+        ModelError, match=r"embedding of its mask token .mask_embedding\.pt.; it is"
     ):
         LLM(LOADED, drafter=f"dflash:{tmp_path}:7")
     with pytest.raises(ModelError, match=r"no config\.json"):
