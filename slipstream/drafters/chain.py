@@ -1,9 +1,9 @@
-"""Drafting token by token with one layer on target features: EAGLE-3 and MTP heads.
+"""Drafting token by token with a few layers on target features: EAGLE-3 and MTP heads.
 
-At position P the layer reads what the target saw at P and the token after it, and predicts the one
-after that; further tokens are drafted by feeding its own output back. Keys and values lie at the
-target's slots. The pass over newly committed tokens gives the first draft token's state; entries of
-later draft tokens are overwritten when features of what was committed come.
+At position P the first layer reads what the target saw at P and the token after it; the last one
+predicts the token after that; further ones are drafted by feeding its own output back. Keys and
+values lie at the target's slots. The pass over newly committed tokens gives the first draft token's
+state; entries of later draft tokens are overwritten when features of what was committed come.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from slipstream.types import Draft, IntArray, Row, Span, Verdict
 
 
 class ChainWeights(Protocol):
-    """One layer and what is around it; see `models.eagle3.Eagle3` and `models.mtp.MtpHead`."""
+    """Its layers and what is around them; see `models.eagle3_network.Eagle3` and
+    `models.mtp_head.MtpHead`.
+    """
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -34,12 +36,12 @@ class ChainWeights(Protocol):
 
     @property
     def sizes(self) -> ModelConfig:
-        """Heads, widths and context of the layer."""
+        """Heads, widths and context of the layers."""
         ...
 
     @property
     def embedding(self) -> Tensor:
-        """The target's, [vocab, hidden]."""
+        """The target's or its own, [vocab, hidden]."""
         ...
 
     @property
@@ -48,7 +50,7 @@ class ChainWeights(Protocol):
         ...
 
     def fused(self, features: Tensor) -> Tensor:
-        """[tokens, taps, hidden] -> the states the layer reads, [tokens, hidden]."""
+        """[tokens, taps, hidden] -> the states the first layer reads, [tokens, hidden]."""
         ...
 
     def layer(
@@ -57,11 +59,13 @@ class ChainWeights(Protocol):
         states: Tensor,
         rope: tuple[Tensor, Tensor],
         *,
-        storage: Tensor,
+        storage: Sequence[Tensor],
         slots: Tensor,
-        segments: Sequence[Segment],
+        segments: Sequence[Sequence[Segment]],
     ) -> Tensor:
-        """Output [N, hidden] for `tokens` int64 [N], the token after each position."""
+        """Output [N, hidden] for `tokens` int64 [N], the token after each position. `storage`,
+        `segments`: one each a layer.
+        """
         ...
 
     def logits(self, states: Tensor, vocab: int) -> Tensor:
@@ -106,13 +110,11 @@ class ChainDrafter:
         self._page_size, self._vocab_size = page_size, vocab_size
         c, embedding = weights.sizes, weights.embedding
         # Room behind the end, as in `target.target`: rows at equal strides are viewed past it.
-        self.storage = torch.zeros(
-            slots + c.max_context,
-            2 * c.num_kv_heads,
-            c.head_dim,
-            dtype=embedding.dtype,
-            device=embedding.device,
-        )
+        shape = (slots + c.max_context, 2 * c.num_kv_heads, c.head_dim)
+        self.storage = [
+            torch.zeros(shape, dtype=embedding.dtype, device=embedding.device)
+            for _ in range(c.num_layers)
+        ]
         self._ready: dict[int, _Ready] = {}
 
     @torch.inference_mode()
@@ -203,7 +205,7 @@ class ChainDrafter:
             w.rope.rows(at, int(flat.positions.max())),
             storage=self.storage,
             slots=flat.slots,
-            segments=flat.plans[flat.plan_of[0]],
+            segments=[flat.plans[i] for i in flat.plan_of],
         )
         back = torch.empty_like(found)
         back[source] = found

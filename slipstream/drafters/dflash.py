@@ -86,7 +86,8 @@ class DFlashDrafter:
 
     def _law(self, lanes: Sequence[Lane], out: ForwardOutput, rows: int) -> DraftLaw:
         """The law of a batch of `rows` rows, to be filled by `_choose`."""
-        return law_for(lanes, rows=rows, vocab=out.logits.shape[-1], device=out.logits.device)
+        vocab = self.weights.config.model.vocab_size
+        return law_for(lanes, rows=rows, vocab=vocab, device=out.logits.device)
 
     def _lanes(self, rows: Sequence[Row], draft_lens: IntArray) -> list[Lane]:
         limit = self.weights.model.config.max_context
@@ -98,7 +99,7 @@ class DFlashDrafter:
         return lanes
 
     def _pass(self, lanes: Sequence[Lane]) -> ForwardOutput:
-        """The block of every lane; logits of all its rows, [lanes * reach, vocab]."""
+        """The block of every lane; the head's logits of all its rows, [lanes * reach, rows]."""
         masks = [self.weights.config.mask_token_id] * (self.reach - 1)
         return self.block.forward(
             [
@@ -117,7 +118,7 @@ class DFlashDrafter:
         going = [(lane, i * self.reach + 1) for i, lane in enumerate(lanes)]
         for i in range(max(lane.width for lane in lanes)):
             going = [(lane, at) for lane, at in going if lane.width > i]
-            logits = out.logits[[at + i for _, at in going]]
+            logits = self.weights.over_target(out.logits[[at + i for _, at in going]])
             alive = choose([lane for lane, _ in going], logits, law)
             going = [(lane, at) for lane, at in going if lane in alive]
             if not going:

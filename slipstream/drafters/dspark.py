@@ -22,7 +22,8 @@ from slipstream.types import DraftLaw
 
 
 class DSparkDrafter(DFlashDrafter):
-    """Differences from DFlash: row i of the block drafts token i + 1 (the anchor's is the first),
+    """Differences from DFlash: row i of the block drafts token i + 1 (the anchor's is the first)
+    unless the checkpoint says otherwise,
     `spark.bias` joins each row's logits, and a draft ends where the chance that all of it is
     accepted falls under `stop`.
     """
@@ -46,6 +47,7 @@ class DSparkDrafter(DFlashDrafter):
         model = self.weights.model
         hidden = rms_norm(out.features[:, 0].contiguous(), model.norm)
         device = hidden.device
+        first = int(not self.spark.config.from_anchor)
         going = list(range(len(lanes)))
         state = hidden.new_zeros(len(lanes), self.spark.config.rank)
         alive = torch.ones(len(lanes), device=device)
@@ -53,7 +55,7 @@ class DSparkDrafter(DFlashDrafter):
             going = [g for g in going if lanes[g].width > i]
             before = [(lanes[g].chosen or lanes[g].row.tokens)[-1] for g in going]
             tokens = torch.tensor(before, device=device)
-            own = hidden[[g * self.reach + i for g in going]]
+            own = hidden[[g * self.reach + first + i for g in going]]
             if self._stop:
                 alive[going] = alive[going] * self.spark.survival(tokens, own)
                 kept = (alive[going] >= self._stop).nonzero().flatten().tolist()
@@ -62,8 +64,8 @@ class DSparkDrafter(DFlashDrafter):
                 return
             bias, fresh = self.spark.bias(tokens, own, state[going])
             state[going] = fresh
-            logits = out.logits[[g * self.reach + i for g in going]] + bias
-            chosen = choose([lanes[g] for g in going], logits, law)
+            logits = out.logits[[g * self.reach + first + i for g in going]] + bias
+            chosen = choose([lanes[g] for g in going], self.weights.over_target(logits), law)
             going = [g for g in going if lanes[g] in chosen]
 
 
@@ -76,7 +78,7 @@ def create(spec: DrafterSpec, context: DrafterContext) -> DSparkDrafter:
     if spec.path is None:
         raise ValueError(f"{spec} has no path")  # parse() never lets one through
     spark = load_dspark(Path(spec.path).expanduser(), context.target.model)
-    most = spark.config.flash.block_size
+    most = spark.config.draft_len
     if spec.draft_len > most:
         raise InvalidConfig(
             f"draft_len is {spec.draft_len} in drafter {str(spec)!r}; its block holds {most}."

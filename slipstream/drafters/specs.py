@@ -18,25 +18,28 @@ from slipstream.errors import InvalidConfig
 
 MAX_DRAFT_LEN = 32
 
-OptionValue = bool | int | float
+OptionValue = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One `key=value` of a method. The default's type (bool, int, float) is the value's type;
-    `low` and `high` are inclusive and not used for bools.
+    """One `key=value` of a method. The default's type (bool, int, float, str) is the value's type;
+    `low` and `high` are inclusive bounds of numbers, `choices` what a str may be.
     """
 
     key: str
     default: OptionValue
     low: float = 0
     high: float = 1
+    choices: tuple[str, ...] = ()
 
     @property
     def allowed(self) -> str:
         """The values a user may write, for error sentences."""
         if isinstance(self.default, bool):
             return "true or false"
+        if self.choices:
+            return ", ".join(self.choices)
         kind = "a whole number" if isinstance(self.default, int) else "a number"
         return f"{kind} from {self.low:g} to {self.high:g}"
 
@@ -108,6 +111,7 @@ METHODS: dict[str, Method] = {
             factory="slipstream.drafters.eagle3:create",
             draft_len=4,
             takes_path=True,
+            options=(Option("layer_ids", "auto", choices=("auto", "boundaries", "outputs")),),
         ),
         Method(
             name="dflash",
@@ -160,6 +164,10 @@ class DrafterSpec:
         """Value of a true-or-false option."""
         return bool(dict(self.options)[key])
 
+    def choice(self, key: str) -> str:
+        """Value of an option that is one of several words."""
+        return str(dict(self.options)[key])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterContext:
@@ -211,7 +219,7 @@ def build(spec: str | DrafterSpec, *, context: DrafterContext) -> Drafter:
 
 
 def _text(value: OptionValue) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return str(value).lower() if isinstance(value, bool | str) else repr(value)
 
 
 # A path may hold commas and colons, so options are what ends the text in the form `,key=value`.
@@ -289,7 +297,7 @@ def _settle_order(
 ) -> None:
     """`min=5` alone raises a default max of 4 to 5 (and the like); two given values must agree."""
     low, high = pair
-    if values[low] <= values[high]:
+    if float(values[low]) <= float(values[high]):
         return
     if low in given and high in given:
         raise InvalidConfig(
@@ -306,6 +314,8 @@ def _value(option: Option, text: str, spec: str) -> OptionValue:
     value: OptionValue | None = None
     if isinstance(option.default, bool):
         value = {"true": True, "false": False}.get(text.lower())
+    elif option.choices:
+        value = text if text in option.choices else None
     else:
         try:
             value = int(text) if isinstance(option.default, int) else float(text)

@@ -1,6 +1,7 @@
 """DFlash: a drafter that fills a block of mask tokens in one pass, looking at target features.
 
-Source: arXiv 2602.06036; names and config keys of the published checkpoints (z-lab, SpecForge).
+Source: arXiv 2602.06036; names and config keys of the published checkpoints (z-lab, SpecForge,
+speculators).
 Keys and values of committed tokens come from the target's features, not from a residual stream of
 their own: `fc` joins the tapped layers, and each draft layer's own projections read the result.
 """
@@ -23,12 +24,15 @@ from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model, build, expected_shapes
 from slipstream.models.layers import Norm, rms_norm, rotate_
 from slipstream.models.linear import Linear, linear, pack
+from slipstream.models.reduced import SPARE, check_mapping, named, target_ids, widened
+from slipstream.models.speculators import flattened
 
 ARCHITECTURE = "DFlashDraftModel"
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 _NEUTRAL_AT_ONE = ("input_embedding_scale", "output_multiplier", "attention_value_scale")
 _SWITCHES = ("use_swa", "attention_sink_bias", "attention_value_scale")
-_SHARED = ("embed_tokens.weight", "lm_head.weight")
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+"""The target's; some publishers store them again, frozen as they are in training."""
 _ALIASES = {
     "model.": "",
     "encoder.fc.": "fc.",
@@ -42,6 +46,8 @@ class DFlashConfig:
     """`model`: the draft layers. `block_size`: anchor and masks. `taps`: `hs[i]` indices of the
     features (a checkpoint counts layer outputs, one less). `sliding_causal`: in layers with a
     window a row of the block sees none after itself; elsewhere it always sees the whole block.
+    `draft_vocab`: rows of a head of its own, which `d2t` maps to the target's tokens; None to use
+    the target's head.
     """
 
     model: ModelConfig
@@ -49,6 +55,7 @@ class DFlashConfig:
     mask_token_id: int
     taps: tuple[int, ...]
     sliding_causal: bool = True
+    draft_vocab: int | None = None
 
     @property
     def ahead(self) -> tuple[bool, ...]:
@@ -57,10 +64,12 @@ class DFlashConfig:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of a checkpoint; embedding and head are the target's."""
+        """Name and shape of every tensor of a checkpoint; the embedding is the target's."""
         hidden = self.model.hidden_size
         own = {n.removeprefix("model."): s for n, s in expected_shapes(self.model).items()}
-        own = {n: s for n, s in own.items() if n not in _SHARED}
+        own = {n: s for n, s in own.items() if n not in SHARED}
+        if self.draft_vocab is not None:
+            own |= {"lm_head.weight": (self.draft_vocab, hidden), "d2t": (self.draft_vocab,)}
         return own | {
             "fc.weight": (hidden, len(self.taps) * hidden),
             "hidden_norm.weight": (hidden,),
@@ -70,7 +79,8 @@ class DFlashConfig:
 @dataclass(frozen=True, slots=True)
 class DFlash:
     """Weights on one device. `model`: draft layers with the target's embedding and head. `kv`: key
-    and value rows of all layers, one product because all read the same context.
+    and value rows of all layers, one product because all read the same context. `ids` int64
+    [draft_vocab]: the target's token of each row of the head, None where it is the target's own.
     """
 
     config: DFlashConfig
@@ -78,6 +88,11 @@ class DFlash:
     fc: Linear
     norm: Norm
     kv: Linear
+    ids: Tensor | None = None
+
+    def over_target(self, logits: Tensor) -> Tensor:
+        """The head's logits over the target's vocabulary, [N, vocab]; -inf without a row."""
+        return widened(logits, self.ids, self.config.model.vocab_size)
 
     def context(self, features: Tensor, positions: Tensor, last: int) -> list[Tensor]:
         """Keys (rotated) and values of committed tokens: a [tokens, 2 * kv, dim] a layer.
@@ -102,7 +117,7 @@ class DFlash:
 
 def read_dflash_config(folder: Path) -> DFlashConfig:
     """The config of a checkpoint folder. Raises `ModelError` where it is not one of DFlash."""
-    hf = read_json(folder / "config.json")
+    hf = flattened(read_json(folder / "config.json"), "dflash", source=str(folder))
     if ARCHITECTURE not in (hf.get("architectures") or ()):
         raise ModelError(
             f"{folder} is no DFlash drafter: its config's architectures are "
@@ -140,7 +155,9 @@ def config_from(hf: dict[str, Any], folder: Path, *, least: int) -> DFlashConfig
             f"{folder} has sliding_window = {narrow[0]}; its block of {block} must fit into it."
         )
     taps = tuple(int(i) + 1 for i in layers)
-    return DFlashConfig(model, block, int(mask), taps, causal is None)
+    vocab = hf.get("draft_vocab_size")
+    reduced = None if vocab == model.vocab_size else vocab
+    return DFlashConfig(model, block, int(mask), taps, causal is None, reduced)
 
 
 def refuse(hf: dict[str, Any], folder: Path, *keys: str) -> None:
@@ -155,17 +172,40 @@ def load_dflash(folder: Path, target: Model) -> DFlash:
     """Read a checkpoint for a target. Raises `ModelError` naming what does not fit."""
     config = read_dflash_config(folder)
     check_target(config, target.config, folder)
+    tensors = read_tensors(folder, config.shapes, target, what="a DFlash drafter")
+    return from_tensors(config, tensors, target)
+
+
+def read_tensors(
+    folder: Path, expected: Mapping[str, tuple[int, ...]], target: Model, *, what: str
+) -> dict[str, Tensor]:
+    """The tensors of a folder by plain name, in the target's dtype and device.
+
+    Raises `ModelError` naming what does not fit `expected` shapes, or a mapping that is broken.
+    """
+    if (folder / "mask_embedding.pt").is_file():
+        raise ModelError(
+            f"{folder} brings an embedding of its mask token (mask_embedding.pt); it is not read."
+        )
+    spare = (*SPARE, *SHARED)
     with opened(folder) as handles:
         names = {plain_name(name): name for name in handles}
         shapes = {n: tuple(handles[o].get_slice(o).get_shape()) for n, o in names.items()}
-        compare_tensors(shapes, config.shapes, source=str(folder), what="a DFlash drafter")
+        compare_tensors(shapes, expected, source=str(folder), what=what, spare=spare)
 
         def get(name: str) -> Tensor:
-            original = names[name]
-            tensor: Tensor = handles[original].get_tensor(original)
-            return tensor.to(device=target.device, dtype=target.dtype)
+            tensor: Tensor = handles[names[name]].get_tensor(names[name])
+            return tensor
 
-        return from_tensors(config, {name: get(name) for name in config.shapes}, target)
+        if "d2t" in expected:
+            known = get("t2d") if "t2d" in names else None
+            check_mapping(get("d2t"), known, target.config.vocab_size, str(folder))
+        return {
+            name: get(name).to(
+                device=target.device, dtype=torch.int64 if name == "d2t" else target.dtype
+            )
+            for name in expected
+        }
 
 
 def from_tensors(config: DFlashConfig, tensors: Mapping[str, Tensor], target: Model) -> DFlash:
@@ -177,7 +217,8 @@ def from_tensors(config: DFlashConfig, tensors: Mapping[str, Tensor], target: Mo
         return tensors[name.removeprefix("model.")]
 
     c = config.model
-    model = build(c, get, head=target.head)
+    own = config.draft_vocab is not None
+    model = build(c, get, head=pack(tensors["lm_head.weight"]) if own else target.head)
     kinds = ("k_proj", "v_proj")
     prefixes = [f"layers.{i}.self_attn.{kind}" for i in range(c.num_layers) for kind in kinds]
     biases = [tensors[f"{p}.bias"] for p in prefixes] if c.qkv_bias else []
@@ -191,6 +232,7 @@ def from_tensors(config: DFlashConfig, tensors: Mapping[str, Tensor], target: Mo
             torch.cat([tensors[f"{p}.weight"] for p in prefixes]),
             torch.cat(biases) if biases else None,
         ),
+        target_ids(tensors["d2t"]) if own else None,
     )
 
 
@@ -205,11 +247,14 @@ def save_dflash(folder: Path, config: DFlashConfig, tensors: Mapping[str, Tensor
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": [tap - 1 for tap in config.taps],
         },
+        "draft_vocab_size": config.draft_vocab,
     }
     if not config.sliding_causal:
         hf["is_causal"] = False
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}
+    if "d2t" in kept:
+        kept["t2d"] = named(kept["d2t"], config.model.vocab_size)
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -125,6 +125,11 @@ def read_dflash2_config(folder: Path) -> DFlash2Config:
         )
     refuse(hf, folder, "input_embedding_scale")
     flash = config_from(hf, folder, least=2)
+    if flash.draft_vocab is not None:
+        raise ModelError(
+            f"{folder} has draft_vocab_size = {flash.draft_vocab}; DFlash2's codebooks need the "
+            f"target's whole vocabulary, {flash.model.vocab_size}."
+        )
     own = hf.get("dflash_config") or {}
 
     def size(key: str, most: int) -> int:

@@ -1,8 +1,9 @@
 """DSpark: DFlash with a small head that makes each draft token depend on the one before it.
 
-Source: DeepSeek's DSpark; names and keys of the DeepSpec and RadixArk checkpoints. Differences from
-DFlash: every row of the block predicts the *next* position, so a block of `block_size` rows drafts
-as many tokens and the anchor's row is the first; a Markov head adds a bias that depends on the
+Source: DeepSeek's DSpark; names and keys of the DeepSpec, RadixArk and speculators checkpoints.
+Differences from DFlash: every row of the block predicts the *next* position, so a block of
+`block_size` rows drafts as many tokens and the anchor's row is the first (there are checkpoints
+where rows are DFlash's); a Markov head adds a bias that depends on the
 token drafted before; a confidence head estimates whether a draft token will be accepted.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ModelError
-from slipstream.models.checkpoint import compare_tensors, opened, read_json
+from slipstream.models.checkpoint import read_json
 from slipstream.models.dense import Model
 from slipstream.models.dflash import (
     SCALES,
@@ -29,26 +30,36 @@ from slipstream.models.dflash import (
     check_target,
     config_from,
     from_tensors,
-    plain_name,
+    read_tensors,
     refuse,
 )
 from slipstream.models.linear import Linear, linear, pack
+from slipstream.models.reduced import named
+from slipstream.models.speculators import flattened
 
 ARCHITECTURES = ("DSparkDraftModel", "Qwen3DSparkModel")
 MARKOV = ("vanilla", "gated", "rnn")
-_SPARE = ("embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class DSparkConfig:
     """`flash`: the backbone, its block the draft tokens. `markov`: one of `MARKOV`, of `rank`.
-    `confident`: whether there is a confidence head, which reads the Markov embedding too.
+    `confident`: whether there is a confidence head, `reads_markov`: which reads the Markov
+    embedding too. `from_anchor` False: rows predict their own position as DFlash's do, so a block
+    drafts one token less and the anchor's row none.
     """
 
     flash: DFlashConfig
     markov: str = "vanilla"
     rank: int = 256
     confident: bool = True
+    reads_markov: bool = True
+    from_anchor: bool = True
+
+    @property
+    def draft_len(self) -> int:
+        """Tokens that a block drafts."""
+        return self.flash.block_size - (not self.from_anchor)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -56,7 +67,7 @@ class DSparkConfig:
         vocab, hidden, r = self.flash.model.vocab_size, self.flash.model.hidden_size, self.rank
         own: dict[str, tuple[int, ...]] = {
             "markov_head.markov_w1.weight": (vocab, r),
-            "markov_head.markov_w2.weight": (vocab, r),
+            "markov_head.markov_w2.weight": (self.flash.draft_vocab or vocab, r),
         }
         if self.markov == "gated":
             own["markov_head.gate_proj.weight"] = (r, hidden + r)
@@ -65,14 +76,14 @@ class DSparkConfig:
             own["markov_head.joint_proj.weight"] = (3 * r, 2 * r + hidden)
             own["markov_head.joint_proj.bias"] = (3 * r,)
         if self.confident:
-            own["confidence_head.proj.weight"] = (1, hidden + r)
+            own["confidence_head.proj.weight"] = (1, hidden + r * self.reads_markov)
             own["confidence_head.proj.bias"] = (1,)
         return self.flash.shapes | own
 
 
 @dataclass(frozen=True, slots=True)
 class DSpark:
-    """Weights on one device. `first` [vocab, rank]; `second` maps [N, rank] to a bias [N, vocab];
+    """Weights on one device. `first` [vocab, rank]; `second` maps [N, rank] to a bias of the head;
     `mix` is the gate or the joint projection; `confidence` None without such a head.
     """
 
@@ -84,7 +95,7 @@ class DSpark:
     confidence: Linear | None
 
     def bias(self, tokens: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What the token before adds to the logits, [N, vocab], and the state after it.
+        """What the token before adds to the head's logits, and the state after it.
 
         `tokens` int64 [N]; `hidden` [N, hidden] normed; `state` [N, rank], zeros at the anchor.
         """
@@ -99,7 +110,9 @@ class DSpark:
         """
         if self.confidence is None:
             return torch.ones(len(tokens), device=tokens.device)
-        read = torch.cat((hidden, F.embedding(tokens, self.first)), 1)
+        read = hidden
+        if self.config.reads_markov:
+            read = torch.cat((hidden, F.embedding(tokens, self.first)), 1)
         return linear(read, self.confidence)[:, 0].float().sigmoid()
 
     def _mixed(self, x: Tensor) -> Tensor:
@@ -128,7 +141,7 @@ def read_dspark_config(folder: Path) -> DSparkConfig:
 
     Raises `ModelError` where it is not one of DSpark.
     """
-    hf = read_json(folder / "config.json")
+    hf = flattened(read_json(folder / "config.json"), "dspark", source=str(folder))
     names = hf.get("architectures") or ()
     if not set(names) & set(ARCHITECTURES):
         raise ModelError(
@@ -144,13 +157,19 @@ def read_dspark_config(folder: Path) -> DSparkConfig:
     kind = key("markov_head_type", "vanilla")
     if kind not in MARKOV:
         raise ModelError(f"{folder} has markov_head_type {kind!r}; known: {', '.join(MARKOV)}.")
-    if not key("confidence_head_with_markov", True):
-        raise ModelError(f"{folder} has a confidence head without the Markov embedding; not read.")
+    rank = key("markov_rank", 256)
+    if not isinstance(rank, int) or rank < 1:
+        raise ModelError(
+            f"{folder} has markov_rank = {rank!r}; only drafters with a Markov head are read."
+        )
+    from_anchor = not key("dspark_bonus_anchor", False)
     return DSparkConfig(
-        config_from(hf, folder, least=1),
+        config_from(hf, folder, least=1 if from_anchor else 2),
         kind,
-        int(key("markov_rank", 256)),
+        rank,
         bool(key("enable_confidence_head", True)),
+        bool(key("confidence_head_with_markov", True)),
+        from_anchor,
     )
 
 
@@ -158,14 +177,7 @@ def load_dspark(folder: Path, target: Model) -> DSpark:
     """Read a checkpoint for a target. Raises `ModelError` naming what does not fit."""
     config = read_dspark_config(folder)
     check_target(config.flash, target.config, folder)
-    with opened(folder) as handles:
-        names = {plain_name(n): n for n in handles if plain_name(n) not in _SPARE}
-        shapes = {n: tuple(handles[o].get_slice(o).get_shape()) for n, o in names.items()}
-        compare_tensors(shapes, config.shapes, source=str(folder), what="a DSpark drafter")
-        tensors = {
-            n: handles[o].get_tensor(o).to(device=target.device, dtype=target.dtype)
-            for n, o in names.items()
-        }
+    tensors = read_tensors(folder, config.shapes, target, what="a DSpark drafter")
     return dspark_from(config, tensors, target)
 
 
@@ -200,11 +212,15 @@ def save_dspark(folder: Path, config: DSparkConfig, tensors: Mapping[str, Tensor
             "markov_head_type": config.markov,
             "markov_rank": config.rank,
             "enable_confidence_head": config.confident,
-            "confidence_head_with_markov": True,
+            "confidence_head_with_markov": config.reads_markov,
+            "dspark_bonus_anchor": not config.from_anchor,
         },
+        "draft_vocab_size": config.flash.draft_vocab,
     }
     if not config.flash.sliding_causal:
         hf["is_causal"] = False
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}
+    if "d2t" in kept:
+        kept["t2d"] = named(kept["d2t"], config.flash.model.vocab_size)
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

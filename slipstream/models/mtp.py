@@ -1,15 +1,14 @@
-"""MTP heads: one more decoder layer that predicts the token after next.
+"""MTP heads in checkpoints: their own folder, or the target's.
 
-Source: DeepSeek-V3 (arXiv 2412.19437, section 2.2); tensor names of the GLM-4.5 and DeepSeek-V3
-checkpoints, where the head is layer N behind a target of N layers. At position P it reads the
-target's final hidden state of P and the embedding of token P + 1; more tokens are drafted by
-feeding its normed output back. The layer is a dense one here.
+Tensor names here are those of GLM-4.5 and DeepSeek-V3 (arXiv 2412.19437), where the head is layer N
+behind a target of N layers; heads named `mtp.*` are `models.mtp_gated`'s. See `models.mtp_head` for
+what a head computes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,15 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.errors import ModelError
-from slipstream.models.attention import Segment, attend_all
 from slipstream.models.checkpoint import compare_tensors, opened, read_json
 from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model, build_layer, expected_shapes
-from slipstream.models.layers import Layer, Norm, rms_norm, rotate_
-from slipstream.models.linear import Linear, linear, linear_add, pack
+from slipstream.models.layers import Norm
+from slipstream.models.linear import pack
+from slipstream.models.mtp_gated import PREFIX, load_gated
+from slipstream.models.mtp_head import MtpHead
 from slipstream.models.rope import RopeTable
 
 ARCHITECTURE = "MtpHead"
@@ -59,73 +58,6 @@ class MtpConfig:
         return {self.prefix + name: shape for name, shape in (own | layer).items()}
 
 
-@dataclass(frozen=True, slots=True)
-class MtpHead:
-    """Weights on one device. `final`: the target's last norm, `head` its head."""
-
-    config: MtpConfig
-    embedding: Tensor
-    final: Norm
-    token_norm: Norm
-    state_norm: Norm
-    join: Linear
-    block: Layer
-    norm: Norm
-    head: Linear
-    rope: RopeTable
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """The output of the target's last layer."""
-        return (self.config.depth,)
-
-    @property
-    def sizes(self) -> ModelConfig:
-        """Heads, widths and context of the layer."""
-        return self.config.model
-
-    def fused(self, features: Tensor) -> Tensor:
-        """The target's hidden states after its final norm: [tokens, hidden]."""
-        return rms_norm(features[:, 0].contiguous(), self.final)
-
-    def layer(
-        self,
-        tokens: Tensor,
-        states: Tensor,
-        rope: tuple[Tensor, Tensor],
-        *,
-        storage: Tensor,
-        slots: Tensor,
-        segments: Sequence[Segment],
-    ) -> Tensor:
-        """The layer's output after the head's norm, [N, hidden]; its keys and values are stored.
-
-        `tokens` int64 [N]: the next token of each position; `states` [N, hidden]: the target's or
-        what is fed back.
-        """
-        c, block = self.config.model, self.block
-        embedded = rms_norm(F.embedding(tokens, self.embedding), self.token_norm)
-        x = linear(torch.cat((embedded, rms_norm(states, self.state_norm)), 1), self.join)
-        qkv = linear(rms_norm(x, block.attention_norm), block.qkv)
-        heads = qkv.view(len(qkv), -1, c.head_dim)
-        qk = heads[:, : c.num_heads + c.num_kv_heads]
-        if block.qk_norm is not None:
-            qk.copy_(torch.rms_norm(qk, [c.head_dim], None, c.norm_eps) * block.qk_norm)
-        rotate_(qk, *rope)
-        storage.index_copy_(0, slots, heads[:, c.num_heads :])
-        x = linear_add(attend_all(heads, storage, list(segments), c.num_kv_heads), block.out, x)
-        gate, up = linear(rms_norm(x, block.mlp_norm), block.gate_up).chunk(2, -1)
-        return rms_norm(linear_add(F.silu(gate) * up, block.down, x), self.norm)
-
-    def logits(self, states: Tensor, vocab: int) -> Tensor:
-        """[N, vocab]."""
-        return linear(states, self.head)
-
-    def recycled(self, states: Tensor) -> Tensor:
-        """The normed output, as vLLM and SGLang feed it back for DeepSeek's heads."""
-        return states
-
-
 def head_config(target: ModelConfig, *, intermediate_size: int | None = None) -> MtpConfig:
     """A head whose layer is like one of the target's, rotated and without a window."""
     hf = {**target.hf, "num_hidden_layers": 1, "sliding_window": None}
@@ -142,26 +74,42 @@ def load_mtp(folder: Path, target: Model) -> MtpHead:
     Raises `ModelError` naming what does not fit.
     """
     hf = read_json(folder / "config.json")
-    for name in ("hidden_size", "vocab_size"):
-        if hf.get(name) != target.config.hf.get(name):
-            raise ModelError(
-                f"{folder} was made for another target: its {name} is {hf.get(name)}, not "
-                f"{target.config.hf.get(name)}."
-            )
-    config = head_config(target.config, intermediate_size=hf.get("intermediate_size"))
     with opened(folder) as handles:
+        if any(name.startswith(PREFIX) for name in handles):
+            return load_gated(
+                hf,
+                {n: _shape(h, n) for n, h in handles.items() if n.startswith(PREFIX)},
+                lambda n: handles[n].get_tensor(n),
+                target,
+                source=str(folder),
+            )
+        _same_target(hf, target.config, folder)
+        config = head_config(target.config, intermediate_size=hf.get("intermediate_size"))
         names = {
             n: h
             for n, h in handles.items()
             if n.startswith(config.prefix) and not n.endswith(_SHARED)
         }
-        shapes = {n: tuple(h.get_slice(n).get_shape()) for n, h in names.items()}
+        shapes = {n: _shape(h, n) for n, h in names.items()}
         compare_tensors(shapes, config.shapes, source=str(folder), what="an MTP head")
         tensors = {
             n: h.get_tensor(n).to(device=target.device, dtype=target.dtype)
             for n, h in names.items()
         }
     return from_tensors(config, tensors, target)
+
+
+def _shape(handle: Any, name: str) -> tuple[int, ...]:
+    return tuple(handle.get_slice(name).get_shape())
+
+
+def _same_target(hf: Mapping[str, Any], target: ModelConfig, folder: Path) -> None:
+    for name in ("hidden_size", "vocab_size"):
+        if hf.get(name) != target.hf.get(name):
+            raise ModelError(
+                f"{folder} was made for another target: its {name} is {hf.get(name)}, not "
+                f"{target.hf.get(name)}."
+            )
 
 
 def from_tensors(config: MtpConfig, tensors: Mapping[str, Tensor], target: Model) -> MtpHead:
@@ -176,7 +124,8 @@ def from_tensors(config: MtpConfig, tensors: Mapping[str, Tensor], target: Model
         return tensors[name.replace("model.layers.0.", config.prefix)]
 
     return MtpHead(
-        config=config,
+        sizes=c,
+        depth=config.depth,
         embedding=target.embedding,
         final=target.norm,
         token_norm=norm("enorm"),

@@ -14,6 +14,7 @@ class RopeTable:
 
     Halves are paired as Hugging Face does: dimension i turns with i + head_dim / 2. The sine of the
     first half is negated, so that with `swapped` halves the rotation is `x * cos + swapped * sin`.
+    With a `partial_rotary_factor` the last pairs do not turn; see `paired` for which those are.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -52,8 +53,10 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Inverse frequencies, float32 [head_dim / 2], and the factor on cos and sin."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-        return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+        turned = int(config.head_dim * (rope.get("partial_rotary_factor") or 1.0))
+        exponents = torch.arange(0, turned, 2, dtype=torch.int64).float() / turned
+        still = torch.zeros((config.head_dim - turned) // 2)
+        return torch.cat((1.0 / (rope["rope_theta"] ** exponents), still)), 1.0
     # Scaled variants are the ecosystem's arithmetic, taken from transformers and imported only
     # here: that import alone costs more than loading the embedded model.
     from transformers import AutoConfig
@@ -70,3 +73,14 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
             f"The rotary type {rope['rope_type']!r} needs {error} in rope_parameters; add it."
         ) from error
     return frequencies.float(), float(scale)
+
+
+def paired(head_dim: int, rotated: int) -> Tensor:
+    """Order of a head's dimensions, int64, in which dimension i pairs with i + head_dim / 2.
+
+    In checkpoints that rotate only the first `rotated` of them, i pairs with i + rotated / 2.
+    Queries and keys reordered alike give the same scores.
+    """
+    turned = torch.arange(rotated).view(2, -1)
+    still = torch.arange(rotated, head_dim).view(2, -1)
+    return torch.cat((turned, still), 1).flatten()

@@ -74,6 +74,7 @@ def test_the_drafter_carries_its_resolved_spec(text):
         ("draft_model::4", ["no model path"]),
         ("draft_model:dir:99", ["'99'", "1 to 32"]),
         ("draft_model:dir:4,max=3", ["'max'"]),
+        ("eagle3:dir:4,layer_ids=1", ["'1'", "auto, boundaries, outputs"]),
     ],
 )
 def test_bad_specs_are_one_sentence_that_lists_what_exists(text, words):
@@ -89,7 +90,10 @@ def test_defaults_lie_in_their_own_ranges():
     for method in METHODS.values():
         assert parse(method.name + (":dir" if method.takes_path else ""))
         for option in method.options:
-            assert isinstance(option.default, bool) or option.low <= option.default <= option.high
+            if isinstance(option.default, str):
+                assert option.default in option.choices
+            else:
+                assert option.low <= option.default <= option.high
 
 
 def test_reading_specs_imports_no_torch():

@@ -18,6 +18,7 @@ from slipstream.errors import ModelError
 from slipstream.models.dflash2 import DFlash2Config
 from slipstream.models.dspark import DSparkConfig
 from slipstream.models.mtp import head_config
+from slipstream.models.mtp_gated import gated_config, save_gated
 from slipstream.models.tiny import tiny_model
 from slipstream.sampling.probs import shape_probs
 from slipstream.target.target import ForwardRow, Target
@@ -42,8 +43,50 @@ def loaded():
     return tiny_model("qwen3", layers=4)
 
 
+class GatedMtp(MtpNetwork):
+    """Saved in Qwen's layout. Its gates are all open by half, which `o_proj` makes up for, so that
+    it drafts what the plain head does; gates that differ are in tests/models/test_mtp_gated.py.
+    """
+
+    own = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    theirs = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+
+    def save(self, folder, tensors):
+        config = gated_config(loaded().config.hf, loaded().config, source="x")
+        save_gated(folder, config, {n: self.gated(n, tensors) for n in config.shapes})
+
+    def gated(self, name, tensors):
+        tensor = tensors[self.plain(name)].detach().float()
+        if "norm" in name:
+            return tensor - 1
+        if "o_proj" in name:
+            return 2 * tensor
+        if "q_proj" in name:
+            heads = tensor.unflatten(0, (-1, 1, self.sizes.head_dim))
+            return torch.cat((heads, torch.zeros_like(heads)), 1).flatten(0, 2)
+        return tensor
+
+    def restore(self, found):
+        for name, tensor in found.items():
+            if "norm" in name:
+                tensor = tensor + 1
+            if "o_proj" in name:
+                tensor = tensor / 2
+            if "q_proj" in name:
+                tensor = tensor.unflatten(0, (-1, 2, self.sizes.head_dim))[:, 0].flatten(0, 1)
+            self.tensors[self.plain(name)].data = tensor
+
+    def plain(self, name):
+        stem = name.removeprefix("mtp.").removesuffix(".weight")
+        names = dict(zip(self.own, self.theirs))
+        stem = names.get(stem, stem.removeprefix("layers.0."))
+        return f"{self.config.prefix}{stem}.weight"
+
+
 def network(method):
     target = loaded().model
+    if method == "gated mtp":
+        return GatedMtp(head_config(target.config), target, steps=4, seed=1)
     if method == "eagle3":
         return Eagle3Network(eagle3.draft_config(target.config), target, steps=4, seed=1)
     if method == "mtp":
@@ -56,7 +99,9 @@ def network(method):
     return DFlashNetwork(config, target, seed=1)
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3", "dflash", "dflash2", "dspark"])
+@pytest.fixture(
+    scope="module", params=["mtp", "gated mtp", "eagle3", "dflash", "dflash2", "dspark"]
+)
 def method(request):
     return request.param
 
@@ -66,7 +111,7 @@ def untrained(method, tmp_path_factory):
     folder = tmp_path_factory.mktemp("untrained")
     net = network(method)
     net.save(folder, net.tensors)
-    return f"{method}:{folder}"
+    return f"{net.recipe}:{folder}"
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +122,9 @@ def trained(method, tmp_path_factory):
     texts = own_answers(LLM(loaded()), work, SamplingParams(max_tokens=24, ignore_eos=True))
     steps = 350 if method == "eagle3" else 150
     plan = Plan(steps=steps, batch=4, anchors=12, lr=4e-3, held_out=0, reports=1)
-    Trainer(loaded(), network(method), texts, plan, out=folder, say=lambda _: None).run()
-    return f"{method}:{folder}"
+    net = network(method)
+    Trainer(loaded(), net, texts, plan, out=folder, say=lambda _: None).run()
+    return f"{net.recipe}:{folder}"
 
 
 @pytest.mark.parametrize("twist", TWISTS, ids=lambda t: next(iter(t), "plain"))
@@ -155,8 +201,12 @@ def test_a_law_that_was_not_drawn_from_fails(trained, monkeypatch):
 def test_acceptance_in_the_engine_is_the_teacher_forced_one(method, trained):
     """Not within an interval but draft by draft: greedily both look at the same tokens."""
     net = network(method)
-    for name, tensor in load_file(f"{trained.partition(':')[2]}/model.safetensors").items():
-        net.tensors[name].data = tensor.float()
+    found = load_file(f"{trained.partition(':')[2]}/model.safetensors")
+    if method == "gated mtp":
+        net.restore(found)
+    else:
+        for name, tensor in found.items():
+            net.tensors[name].data = tensor.float()
     arm = LLM(loaded(), drafter=f"{trained}:4")
     features = Features(loaded(), net.needs, longest=100)
     served = compared = 0
@@ -186,7 +236,7 @@ def kept(drafter, pages, count):
     """What a drafter's cache holds of the first `count` positions."""
     positions = np.arange(count)
     slots = np.asarray(pages)[positions // 16] * 16 + positions % 16
-    storages = [drafter.storage] if hasattr(drafter, "storage") else drafter.block.storage
+    storages = drafter.storage if hasattr(drafter, "storage") else drafter.block.storage
     return [storage[slots] for storage in storages]
 
 

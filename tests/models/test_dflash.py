@@ -98,6 +98,11 @@ def test_unexpected_tensors_and_long_drafts_are_refused(tmp_path):
     save_file(tensors | {"d2t": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"unexpected tensor d2t; a DFlash"):
         LLM(LOADED, drafter=f"dflash:{tmp_path}:7")
+    (tmp_path / "mask_embedding.pt").touch()
+    with pytest.raises(
+        ModelError, match=r"embedding of its mask token .mask_embedding\.pt.; it is"
+    ):
+        LLM(LOADED, drafter=f"dflash:{tmp_path}:7")
     with pytest.raises(ModelError, match=r"no config\.json"):
         LLM(LOADED, drafter=f"dflash:{tmp_path / 'nowhere'}:7")
 

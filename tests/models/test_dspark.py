@@ -79,7 +79,8 @@ def test_what_does_not_fit_is_named(tmp_path):
 
     attempt("no DSpark drafter", architectures=["DFlashDraftModel"])
     attempt("markov_head_type 'hidden'", {"markov_head_type": "hidden"})
-    attempt("without the Markov embedding", {"confidence_head_with_markov": False})
+    attempt(r"shape \(1, 64\), its config says \(1, 48\)", {"confidence_head_with_markov": False})
+    attempt("markov_rank = 0; only drafters with a Markov head", {"markov_rank": 0})
     attempt(r"markov_w1.weight of shape \(320, 16\)", {"markov_rank": 8})
     attempt("unexpected tensor confidence_head", {"enable_confidence_head": False})
     attempt("hidden_size is 64, not 48", hidden_size=64)
