@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.errors import ModelError
 from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model, build, expected_shapes
+from slipstream.models.int8_rows import plain_handles
 
 _SAMPLES, _SAMPLE_BYTES = 256, 1 << 16
 
@@ -63,7 +64,8 @@ def weight_files(directory: Path) -> list[Path]:
 def opened(directory: Path) -> Iterator[dict[str, Any]]:
     """The open safetensors handle of every tensor of a directory, by name.
 
-    Raises `ModelError` on a file that is missing, corrupt or truncated.
+    What is stored as int8 rows (see `models.int8_rows`) reads as plain weights. Raises `ModelError`
+    on a file that is missing, corrupt or truncated.
     """
     with ExitStack() as stack:
         handles: dict[str, Any] = {}
@@ -75,7 +77,15 @@ def opened(directory: Path) -> Iterator[dict[str, Any]]:
                     f"{path} is corrupt or truncated ({error}); download it again."
                 ) from error
             handles |= dict.fromkeys(handle.keys(), handle)
-        yield handles
+        yield plain_handles(handles, own_config(directory).get("storage"), directory)
+
+
+def own_config(directory: Path) -> dict[str, Any]:
+    """What Slipstream itself wrote into a folder's config; empty for published checkpoints."""
+    own = read_json(directory / "config.json").get("slipstream", {})
+    if not isinstance(own, dict):
+        raise ModelError(f"{directory} has slipstream = {own!r} in its config; it must be a table.")
+    return own
 
 
 def load_directory(

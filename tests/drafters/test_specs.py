@@ -24,6 +24,12 @@ CONTEXT = DrafterContext(vocab_size=64, max_context=128, max_users=4)
             "suffix:8,global=true,min_prob=0.1",
             "suffix:8,global=true,min_prob=0.1,factor=1.5,depth=16,keep=100000",
         ),
+        ("mtp", "mtp:2"),  # no path: the weights that ship
+        ("eagle3:3", "eagle3:3"),
+        ("dspark:5,stop=0.5", "dspark:5,stop=0.5"),
+        ("dspark,stop=0.5", "dspark:7,stop=0.5"),
+        ("dflash:dir", "dflash:dir:7"),
+        ("dflash:7/7:3", "dflash:7/7:3"),
         ("draft_model:some/dir", "draft_model:some/dir:4"),
         ("draft_model:some/dir:2", "draft_model:some/dir:2"),
         ("draft_model:/odd,a=b/c:d:32", "draft_model:/odd,a=b/c:d:32"),
@@ -73,6 +79,10 @@ def test_the_drafter_carries_its_resolved_spec(text):
         ("draft_model:4", ["no model path"]),
         ("draft_model::4", ["no model path"]),
         ("draft_model:dir:99", ["'99'", "1 to 32"]),
+        ("mtp:", ["no model path", "mtp[:PATH][:draft_len]"]),
+        ("mtp::2", ["no model path"]),
+        ("dflash:99", ["'99'", "1 to 32"]),
+        ("dflash:0", ["'0'", "1 to 32"]),
         ("draft_model:dir:4,max=3", ["'max'"]),
     ],
 )

@@ -43,7 +43,7 @@ def test_written_names_are_the_published_ones(tmp_path):
     linears += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
     norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
     layer = {f"layers.0.{n}.weight" for n in linears + norms}
-    own = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "input_norm.weight"}
+    own = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "input_norm.weight"}
     assert names == layer | own
     hf = json.loads((tmp_path / "config.json").read_text())
     assert hf["architectures"] == ["LlamaForCausalLMEagle3"]
@@ -82,6 +82,23 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_only(tmp_path):
     finite = torch.isfinite(logits)
     assert finite.sum(1).tolist() == [64] * 3
     assert finite[0].nonzero().flatten().tolist() == list(range(0, 128, 2))
+
+
+def test_t2d_says_which_tokens_of_the_target_have_a_row(tmp_path):
+    made(tmp_path, draft_vocab=64)
+    found = load_file(tmp_path / "model.safetensors")["t2d"]
+    assert found.dtype == torch.bool
+    assert found.shape == (320,)
+    assert found.nonzero().flatten().tolist() == list(range(0, 128, 2))
+
+
+def test_draft_tokens_the_target_lacks_are_named(tmp_path):
+    _, tensors = made(tmp_path, draft_vocab=64)
+    names = {n: t.contiguous() for n, t in tensors.items()}
+    names["d2t"] = torch.arange(64) + 200
+    save_file(names, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="tokens 200 to 326; this target has 0 to 319"):
+        load_eagle3(tmp_path, TARGET)
 
 
 def test_what_does_not_fit_is_named(tmp_path):
