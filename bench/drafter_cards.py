@@ -5,7 +5,7 @@
     python bench/drafter_cards.py --check    # writes nothing; exits with 1 where one is stale
 
 Answers are greedy, to the lab's own prompts of every class, 8 users at once. On two slow cores a
-drafter takes about two minutes. A spec with a PATH is measured too; its `acceptance.json` is
+drafter takes a few minutes. A spec with a PATH is measured too; its `acceptance.json` is
 written there, and a card if there is a `training.json`.
 """
 

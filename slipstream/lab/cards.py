@@ -115,9 +115,10 @@ def _acceptance(drafter: Shipped) -> str:
         )
 
     how = f"greedy, {found['dtype']}, {found['users']} users, {found['device']}"
-    return f"""Measured in the engine by `{found["command"]}` ({how}; {found["time"]}): the lab's
-own prompts, up to {found["max_tokens"]} tokens an answer. Columns 1 to {width}: of the draft tokens
-whose predecessors were all kept, the share that was kept. Text that loops is easy to draft.
+    return f"""Measured in the engine by `{found["command"]}`
+({how}; {found["time"]}):
+answers of up to {found["max_tokens"]} tokens to the lab's own prompts. Columns 1 to {width}: of the
+draft tokens whose predecessors were all kept, the share that was kept. Text that loops is easy.
 
 {_markdown(heads, rows)}"""
 
