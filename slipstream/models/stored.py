@@ -54,8 +54,8 @@ def write_compact(folder: Path, out: Path, *, method: str, target: LoadedModel) 
     Raises `ModelError` as `write_published` does, and for weights that are not finite.
     """
     tensors = _tensors(folder, method, target.model)
-    for name in [n for n in tensors if n.endswith(_TARGETS_OWN)]:
-        del tensors[name]
+    unread = (*_TARGETS_OWN, _HEAD) if method == "dspark" else _TARGETS_OWN
+    tensors = {n: t for n, t in tensors.items() if not n.endswith(unread)}
     own: dict[str, Any] = {
         "storage": STORAGE,
         "method": method,
@@ -67,8 +67,6 @@ def write_compact(folder: Path, out: Path, *, method: str, target: LoadedModel) 
         if _has_target_head(folder, tensors, target.model):
             tensors.pop(_HEAD, None)
             own["head"] = eagle3.TARGET_HEAD
-    if method == "dspark":
-        tensors.pop(_HEAD, None)
     config = read_json(folder / CONFIG) | {"slipstream": own}
     _write(folder, out, config, compacted(tensors, source=str(folder)))
 
@@ -78,8 +76,8 @@ def _tensors(folder: Path, method: str, target: Model) -> dict[str, Tensor]:
     with opened(folder) as handles:
         tensors: dict[str, Tensor] = {n: h.get_tensor(n) for n, h in handles.items()}
     if method == "mtp":  # a head may lie in its target's own checkpoint
-        prefix = f"model.layers.{target.config.num_layers}."
-        return {n: t for n, t in tensors.items() if n.startswith(prefix)}
+        heads = (f"model.layers.{target.config.num_layers}.", "mtp.")
+        return {n: t for n, t in tensors.items() if n.startswith(heads)}
     if method == "eagle3":
         return {eagle3.plain_name(n): t for n, t in tensors.items()}
     return tensors
