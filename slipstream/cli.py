@@ -228,11 +228,15 @@ def train(
     recipe: Annotated[str, typer.Argument(help="mtp, eagle3, dflash or dspark.")],
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint; a stopped run resumes.")],
     target: Annotated[str, typer.Option(help="Model to draft for.")] = "smollm2-135m",
+    texts: Annotated[Path | None, typer.Option(help="Folder made by `slipstream texts`.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSONL; default: the target's own.")] = None,
     count: Annotated[int, typer.Option(help="Prompts the target makes up itself.")] = 256,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="Of the answers; 0 is greedy.")] = 0.0,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
+    minutes: Annotated[float | None, typer.Option(help="Train that long instead.")] = None,
+    batch: Annotated[int, typer.Option(help="Texts a step.")] = 4,
+    anchors: Annotated[int, typer.Option(help="Blocks a text and step.")] = 64,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
     draft_len: Annotated[int, typer.Option(help="Draft tokens it is trained for.")] = 7,
     layers: Annotated[int, typer.Option(help="Draft layers (dflash, dspark).")] = 1,
@@ -241,6 +245,7 @@ def train(
     d_pace: Annotated[bool, typer.Option(help="D-PACE weights (dflash).")] = False,
     markov: Annotated[str, typer.Option(help="vanilla, gated or rnn (dspark).")] = "vanilla",
     rank: Annotated[int, typer.Option(help="Of the Markov head (dspark).")] = 64,
+    draft_vocab: Annotated[int | None, typer.Option(help="Frequent tokens (eagle3).")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data and anchors.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
 ) -> None:
@@ -253,6 +258,7 @@ def train(
         recipe=recipe,
         target=target,
         out=out,
+        texts=texts,
         prompts=prompts,
         count=count,
         max_tokens=max_tokens,
@@ -267,9 +273,16 @@ def train(
         d_pace=d_pace,
         markov=markov,
         rank=rank,
-        mask_token_id=0,  # chosen when the target is there
+        draft_vocab=draft_vocab,
     )
-    plan = Plan(steps=steps, lr=lr, seed=seed)
+    plan = Plan(
+        steps=steps,
+        minutes=minutes,
+        texts=batch,
+        anchors=anchors,
+        lr=lr,
+        seed=seed,
+    )
     run_train(order, shape, plan, say=typer.echo)
 
 
@@ -286,6 +299,33 @@ def export(
     from slipstream.export_command import run_export
 
     run_export(drafter, out=out, model=model, compact=compact, say=typer.echo)
+
+
+@app.command(epilog="Example: `slipstream texts --out my_texts --tokens 1000000`")
+def texts(
+    out: Annotated[Path, typer.Option(help="Folder; each seed adds a shard.")],
+    target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
+    tokens: Annotated[int, typer.Option(help="Tokens of its own to make.")] = 100_000,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
+    minutes: Annotated[float | None, typer.Option(help="Stop after that long.")] = None,
+    users: Annotated[int, typer.Option(help="Answers at a time.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of prompts and answers.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
+) -> None:
+    """Have a target answer prompts of many kinds, for `slipstream train --texts`."""
+    from slipstream.texts_command import Wish, run_texts
+
+    wish = Wish(
+        target=target,
+        out=out,
+        tokens=tokens,
+        max_tokens=max_tokens,
+        minutes=minutes,
+        users=users,
+        seed=seed,
+        device=device,
+    )
+    run_texts(wish, say=typer.echo)
 
 
 @app.command(epilog="Example: `slipstream doctor`")

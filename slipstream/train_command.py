@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream import provenance
 from slipstream.engine import LLM
@@ -16,21 +19,26 @@ from slipstream.errors import InvalidConfig
 from slipstream.lab.prompts import from_file
 from slipstream.train.data import Text, own_answers, self_prompts
 from slipstream.train.recipes import RECIPES, Shape, make
+from slipstream.train.shards import own_tokens, read_shards
 from slipstream.train.trainer import HISTORY, Plan, Trainer
 from slipstream.types import SamplingParams
 
 Say = Callable[[str], None]
 
+_LITTLE = 4096
+"""Tokens of the cache of an engine that only brings its target."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What the command line asked for. `prompts`: a JSONL file, or None to have the target make up
-    `count` prompts of its own.
+    """What the command line asked for. `texts`: a folder of `slipstream texts`; else `prompts`: a
+    JSONL file, or None to have the target make up `count` prompts of its own.
     """
 
     recipe: str
     target: str
     out: Path
+    texts: Path | None
     prompts: Path | None
     count: int
     max_tokens: int
@@ -50,14 +58,16 @@ def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
             raise InvalidConfig(f"{name} is {value}; allowed: 1 or more.")
     device = order.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "bfloat16" if device.startswith("cuda") else "float32"
-    llm = LLM(order.target, drafter="ngram:3", dtype=dtype, device=device)
+    kv_tokens = _LITTLE if order.texts else None  # nothing is asked then
+    llm = LLM(order.target, drafter="ngram:3", dtype=dtype, device=device, kv_tokens=kv_tokens)
+    texts = _texts(llm, order, seed=plan.seed, say=say)
     network = make(
         order.recipe,
         llm.loaded.model,
         replace(shape, mask_token_id=mask_token(llm)),
         seed=plan.seed,
+        counts=_counts(texts, llm.loaded.config.vocab_size),
     )
-    texts = _texts(llm, order, seed=plan.seed, say=say)
     trainer = Trainer(llm.loaded, network, texts, plan, out=order.out, say=say)
     trainer.run()
     draw_loss(order.out)
@@ -93,7 +103,17 @@ def draw_loss(out: Path) -> None:
     figure.savefig(out / "loss.svg", metadata={"Date": None})
 
 
+def _counts(texts: list[Text], vocab: int) -> Tensor:
+    """How often the target says each token."""
+    own = np.concatenate([t.tokens[t.prompt_len :] for t in texts])
+    return torch.from_numpy(np.bincount(own, minlength=vocab))
+
+
 def _texts(llm: LLM, order: Order, *, seed: int, say: Say) -> list[Text]:
+    if order.texts is not None:
+        texts = read_shards(order.texts, target=llm.loaded.fingerprint)
+        say(f"{len(texts)} texts, {own_tokens(texts):,} tokens of the target's own.")
+        return [texts[i] for i in np.random.default_rng(seed).permutation(len(texts))]
     if order.prompts is not None:
         given = from_file(order.prompts)
         prompts: list[Prompt] = [list(p.messages) if p.messages else p.content() for p in given]
@@ -105,28 +125,29 @@ def _texts(llm: LLM, order: Order, *, seed: int, say: Say) -> list[Text]:
         max_tokens=order.max_tokens, temperature=order.temperature, top_p=0.95, seed=seed
     )
     texts = own_answers(llm, prompts, params)
-    count = sum(len(t.tokens) - t.prompt_len for t in texts)
-    say(f"{len(texts)} texts, {count:,} tokens of the target's own.")
+    say(f"{len(texts)} texts, {own_tokens(texts):,} tokens of the target's own.")
     return texts
 
 
 def _card(order: Order, plan: Plan, trainer: Trainer, texts: list[Text]) -> str:
     found = trainer.acceptance()
-    own = sum(len(t.tokens) - t.prompt_len for t in texts)
     size = sum(t.numel() for t in trainer.network.tensors.values())
     what = "held-out" if trainer.held else "trained-on"
     settings = ", ".join(f"{key}={value}" for key, value in asdict(plan).items())
     positions = " | ".join(str(i + 1) for i in range(len(found.by_position)))
     shares = " | ".join(f"{share:.3f}" for share in found.by_position)
     source = order.prompts.name if order.prompts else f"{order.count} of the target's own"
+    heat = f", temperature {order.temperature}"
+    if order.texts is not None:
+        kinds = Counter(t.kind for t in texts)
+        source, heat = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())), ""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return f"""# {order.recipe} drafter for {order.target}
 
 - {size:,} parameters of its own, drafts up to {trainer.network.draft_len} tokens, reads the
   target's hidden states {list(trainer.network.needs)} (0: embeddings, i + 1: after layer i)
-- data: prompts {source}; {len(texts)} answers of the target, {own:,} tokens,
-  temperature {order.temperature}
-- plan: {settings}
+- data: prompts {source}; {len(texts)} answers of the target, {own_tokens(texts):,} tokens{heat}
+- plan: {settings}; {trainer.step} steps done
 - made {provenance.now()} on {gpu or provenance.machine()["cpu"]},
   slipstream {provenance.versions()["slipstream"]}
 

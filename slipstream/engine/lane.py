@@ -28,7 +28,7 @@ from slipstream.types import Draft, StageTimes
 
 _AHEAD = 64
 """Positions reserved beyond what the next steps need, so that page tables are seldom sent."""
-_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _DEPTH = 2  # steps in flight: the one that runs and the one behind it
 
 

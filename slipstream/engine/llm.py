@@ -27,6 +27,7 @@ Prompt: TypeAlias = str | Seq[int] | Seq[Mapping[str, str]]
 """Raw text, token ids, or chat messages (`{"role": ..., "content": ...}`)."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+MAX_USERS = 256
 PAGE_SIZE = 16
 DEVICE_PAGE_SIZE = 64  # what an attention program reads at once on an accelerator
 _GPU_RESERVE = 2**31  # for activations, graphs and libraries
@@ -58,8 +59,8 @@ class LLM:
         prefill_chunk: int = 512,
         threads: int | None = None,
     ) -> None:
-        if not 1 <= max_users <= 64:
-            raise InvalidConfig(f"max_users is {max_users}; allowed: 1 to 64.")
+        if not 1 <= max_users <= MAX_USERS:
+            raise InvalidConfig(f"max_users is {max_users}; allowed: 1 to {MAX_USERS}.")
         if kv_tokens is not None and kv_tokens < 1:
             raise InvalidConfig(f"kv_tokens is {kv_tokens}; allowed: 1 or more.")
         if prefill_chunk < 1:

@@ -15,7 +15,7 @@ from slipstream.errors import InvalidConfig
 from slipstream.models.config import ModelConfig
 from slipstream.models.dense import Model
 from slipstream.models.rope import RopeTable
-from slipstream.train.recipe import initial, labels
+from slipstream.train.recipe import Batch, agreement, initial, target_logits
 
 
 class ChainNetwork:
@@ -52,7 +52,7 @@ class ChainNetwork:
         return self._shapes
 
     def start(self, features: Tensor) -> Tensor:
-        """[tokens, len(needs), hidden] -> the states of the text, [tokens, hidden]."""
+        """[..., len(needs), hidden] -> the states of the text, [..., hidden]."""
         raise NotImplementedError
 
     def enter(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,36 +63,49 @@ class ChainNetwork:
         """What the head reads, and what is fed back."""
         raise NotImplementedError
 
-    def agreement(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each draft token would be the text's own, [anchors, draft_len], and which exist;
-        the text's own tokens are fed back.
-        """
-        wanted, there = labels(tokens, anchors, self.draft_len + 1)
+    def head(self, normed: Tensor) -> Tensor:
+        """Logits of what the head reads."""
+        return target_logits(self.target, normed)
+
+    def drafted(self, logits: Tensor) -> Tensor:
+        """The likeliest token of `head`'s logits."""
+        return logits.argmax(-1)
+
+    def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Network`; the text's own tokens are fed back."""
         with torch.no_grad():
-            said = self.logits(features, tokens, anchors).argmax(-1)
-        return (said == wanted) & there, there
+            said = [self.drafted(self.head(normed)) for normed in self.unrolled(batch)]
+        return agreement(torch.stack(said, 2), batch)
 
-    def logits(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """[anchors, draft_len, vocab]: what is drafted after the token at each anchor.
+    def logits(self, batch: Batch) -> Tensor:
+        """[texts, blocks, draft_len, vocab]: what is drafted behind each anchor.
 
-        `features` [tokens, len(needs), hidden] and `tokens` int64 of one text; `anchors` int64
-        positions from 1 on. Later steps are fed the text's own tokens.
+        Later steps are fed the text's own tokens.
         """
-        text = self.start(features)
-        places = torch.arange(len(tokens) - 1, device=tokens.device)
-        _, _, keys, values = self._projected(tokens[1:], text[:-1], places)
-        states, said = text[anchors - 1], []
+        return torch.stack([self.head(normed) for normed in self.unrolled(batch)], 2)
+
+    def unrolled(self, batch: Batch) -> list[Tensor]:
+        """What the head reads at each step: [texts, blocks, hidden] each."""
+        text = self.start(batch.features)
+        longest = batch.tokens.shape[1]
+        places = torch.arange(longest - 1, device=batch.tokens.device)
+        at = places.expand(len(batch.tokens), -1)
+        _, _, keys, values = self._projected(batch.tokens[:, 1:], text[:, :-1], at, longest)
+        before = (batch.anchors - 1)[..., None].expand(-1, -1, text.shape[-1])
+        states, said = text.gather(1, before), []
+        own = batch.tokens_at(batch.places(0, self.draft_len))
+        seen = places < batch.anchors[..., None]
         chain: list[tuple[Tensor, Tensor]] = []
-        seen = places[None, :] < anchors[:, None]
         for step in range(self.draft_len):
-            own = tokens[(anchors + step).clamp(max=len(tokens) - 1)]
-            residual, queries, k, v = self._projected(own, states, anchors - 1 + step)
+            residual, queries, k, v = self._projected(
+                own[..., step], states, batch.anchors - 1 + step, longest + self.draft_len
+            )
             if step:
                 chain.append((k, v))
             attended = attend(queries, keys, values, seen, chain, self.sizes.group)
             normed, states = self.out(self._finish(residual, attended))
-            said.append(normed @ self.target.head.weight.float().t())
-        return torch.stack(said, 1)
+            said.append(normed)
+        return said
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMS norm by the weight of this name."""
@@ -102,27 +115,21 @@ class ChainNetwork:
         """A weight by its name without `.weight`."""
         return self.tensors[f"{name}.weight"]
 
-    def law(self, features: Tensor) -> Tensor:
-        """The target's next-token probabilities at last-layer outputs [..., hidden]."""
-        norm = self.target.norm
-        with torch.no_grad():
-            normed = torch.rms_norm(
-                features.float(), [features.shape[-1]], norm.weight.float(), norm.eps
-            )
-            return (normed @ self.target.head.weight.float().t()).softmax(-1)
-
     def _projected(
-        self, tokens: Tensor, states: Tensor, positions: Tensor
+        self, tokens: Tensor, states: Tensor, positions: Tensor, last: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Residual; rotated queries and keys, and values: [tokens, heads, head_dim] each."""
+        """Residual; rotated queries and keys, and values: [texts, rows, heads, head_dim] each."""
         c = self.sizes
         residual, read = self.enter(F.embedding(tokens, self.target.embedding).float(), states)
-        cos, sin = self._rope.rows(positions, int(positions.max()))
+        cos, sin = (
+            table.view(*positions.shape, 1, -1)
+            for table in self._rope.rows(positions.flatten(), last)
+        )
 
         def heads(name: str, *, turned: bool) -> Tensor:
             base = f"{self._prefix}self_attn.{name}"
             x = F.linear(read, self.get(f"{base}_proj"), self.tensors.get(f"{base}_proj.bias"))
-            x = x.view(len(x), -1, c.head_dim)
+            x = x.view(*x.shape[:-1], -1, c.head_dim).float()
             if f"{base}_norm.weight" in self.tensors:
                 x = torch.rms_norm(x, [c.head_dim], self.get(f"{base}_norm"), c.norm_eps)
             return x * cos + torch.roll(x, c.head_dim // 2, -1) * sin if turned else x
@@ -144,19 +151,21 @@ def attend(
     chain: list[tuple[Tensor, Tensor]],
     group: int,
 ) -> Tensor:
-    """Each query sees the text where `seen` [queries, text] says so, and its own chain.
+    """Each query sees the text where `seen` [texts, rows, text] says so, and its own chain.
 
-    `queries` [n, heads, dim]; `keys`, `values` [text, kv, dim]; the chain's [n, kv, dim] each.
+    `queries` [texts, rows, heads, dim]; `keys`, `values` [texts, text, kv, dim]; the chain's
+    [texts, rows, kv, dim] each. Returns [texts, rows, heads * dim].
     """
     scale = queries.shape[-1] ** -0.5
-    wide = [x.repeat_interleave(group, 1) for x in (keys, values)]
-    scores = torch.einsum("nhd,thd->nht", queries, wide[0]) * scale
-    scores = scores.masked_fill(~seen[:, None, :], float("-inf"))
+    wide = [x.repeat_interleave(group, 2) for x in (keys, values)]
+    scores = torch.einsum("bnhd,bthd->bnht", queries, wide[0]) * scale
+    scores = scores.masked_fill(~seen[:, :, None, :], float("-inf"))
     own = [
-        (queries * k.repeat_interleave(group, 1)).sum(-1, keepdim=True) * scale for k, _ in chain
+        (queries * k.repeat_interleave(group, 2)).sum(-1, keepdim=True) * scale for k, _ in chain
     ]
     weights = torch.cat([scores, *own], -1).softmax(-1)
-    out = torch.einsum("nht,thd->nhd", weights[..., : len(keys)], wide[1])
+    count = keys.shape[1]
+    out = torch.einsum("bnht,bthd->bnhd", weights[..., :count], wide[1])
     for i, (_, v) in enumerate(chain):
-        out = out + weights[..., len(keys) + i, None] * v.repeat_interleave(group, 1)
-    return out.flatten(1)
+        out = out + weights[..., count + i, None] * v.repeat_interleave(group, 2)
+    return out.flatten(2)

@@ -2,7 +2,7 @@
 
 Source: arXiv 2602.06036, appendix A (anchors, frozen embedding and head, decayed weights); D-PACE
 weights from arXiv 2605.18810. The forward here is the one of `models.dflash`, differentiable and
-over many blocks of one text at once: a block sees the text before its anchor, and itself.
+over many blocks of many texts at once: a block sees its text before its anchor, and itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model
 from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.rope import RopeTable
-from slipstream.train.recipe import initial, labels
+from slipstream.train.recipe import Batch, agreement, initial, labels, target_logits
 
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """The paper's decay of the loss along a block, by block size."""
@@ -115,82 +115,88 @@ class DFlashNetwork:
         """Write the checkpoint."""
         save_dflash(folder, self.config, tensors)
 
-    def loss(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """`block_loss` of the blocks behind some anchors."""
-        wanted, there = labels(tokens, anchors, self.config.block_size)
-        logits = self.logits(features, tokens, anchors)
-        return block_loss(logits, wanted, there, d_pace=self._d_pace)
+    def loss(self, batch: Batch) -> Tensor:
+        """`block_loss` of the blocks behind the anchors."""
+        wanted, there = labels(batch, self.draft_len)
+        return block_loss(self.logits(batch), wanted, there, d_pace=self._d_pace)
 
-    def agreement(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each row's likeliest token is the text's, [anchors, draft_len]; which exist."""
-        wanted, there = labels(tokens, anchors, self.draft_len + 1)
+    def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See `Network`: whether each row's likeliest token is the text's."""
         with torch.no_grad():
-            said = self.logits(features, tokens, anchors).argmax(-1)
-        return (said == wanted) & there, there
+            return agreement(self.logits(batch).argmax(-1), batch)
 
-    def logits(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """[anchors, block - 1, vocab]: what each mask says, the k-th about position anchor + k.
-
-        `features` [tokens, taps, hidden] and `tokens` int64 of one text; `anchors` int64 positions.
-        """
-        return self.head(self.hidden(features, tokens, anchors)[:, 1:])
+    def logits(self, batch: Batch) -> Tensor:
+        """[texts, blocks, draft_len, vocab]: what each mask says, the k-th about anchor + k."""
+        return self.head(self.hidden(batch)[:, :, 1:])
 
     def head(self, hidden: Tensor) -> Tensor:
         """The target's logits of normed draft states."""
-        return hidden @ self._target.head.weight.float().t()
+        return target_logits(self._target, hidden)
 
-    def hidden(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """Normed outputs of every row of every block: [anchors, block, hidden]."""
-        c, block, count = self.config.model, self.config.block_size, len(anchors)
-        ids = torch.full((count, block), self.config.mask_token_id, device=tokens.device)
-        ids[:, 0] = tokens[anchors]
-        at = (anchors[:, None] + torch.arange(block, device=tokens.device)).flatten()
-        x = F.embedding(ids.flatten(), self._target.embedding).float()
-        features = features[:, : len(self.config.taps)]
-        context = self._norm(features.flatten(1).float() @ self.tensors["fc.weight"].t(), "hidden_")
-        seen = self._seen(len(tokens), anchors)
-        for i in range(c.num_layers):
-            x = self._layer(i, x, at, context, seen)
-        return self._norm(x, "").view(count, block, -1)
-
-    def _seen(self, length: int, anchors: Tensor) -> Tensor:
-        """Bool [blocks * block, text + blocks * block]: who sees whom."""
-        own = torch.arange(len(anchors), device=anchors.device).repeat_interleave(
-            self.config.block_size
+    def hidden(self, batch: Batch) -> Tensor:
+        """Normed outputs of every row of every block: [texts, blocks, block, hidden]."""
+        c, block = self.config.model, self.config.block_size
+        texts, blocks = batch.anchors.shape
+        ids = torch.full(
+            (texts, blocks, block), self.config.mask_token_id, device=batch.tokens.device
         )
-        text = torch.arange(length, device=anchors.device)[None, :] < anchors[own][:, None]
-        return torch.cat((text, own[:, None] == own[None, :]), 1)
+        ids[:, :, 0] = batch.tokens.gather(1, batch.anchors)
+        at = (batch.anchors[..., None] + torch.arange(block, device=ids.device)).flatten(1)
+        x = F.embedding(ids.flatten(1), self._target.embedding).float()
+        taps = batch.features[:, :, : len(self.config.taps)].flatten(2).float()
+        context = self._norm(taps @ self.tensors["fc.weight"].t(), "hidden_")
+        seen, rope = self._seen(batch), self._turns(context.shape[1], at)
+        for i in range(c.num_layers):
+            x = self._layer(i, x, context, seen, rope)
+        return self._norm(x, "").view(texts, blocks, block, -1)
 
-    def _layer(self, i: int, x: Tensor, at: Tensor, context: Tensor, seen: Tensor) -> Tensor:
+    def _turns(self, longest: int, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine at a text's positions and then its rows': [texts, both, 1, head_dim]."""
+        text = torch.arange(longest, device=at.device).expand(len(at), -1)
+        both = torch.cat((text, at), 1)
+        cos, sin = self._rope.rows(both.flatten(), longest + self.config.block_size)
+        return cos.view(*both.shape, 1, -1), sin.view(*both.shape, 1, -1)
+
+    def _seen(self, batch: Batch) -> Tensor:
+        """Bool [texts, 1, blocks * block, longest + blocks * block]: who sees whom."""
+        block, device = self.config.block_size, batch.tokens.device
+        own = torch.arange(batch.anchors.shape[1], device=device).repeat_interleave(block)
+        places = torch.arange(batch.tokens.shape[1], device=device)
+        text = places < batch.anchors.repeat_interleave(block, 1)[..., None]
+        blocks = (own[:, None] == own[None, :]).expand(len(text), -1, -1)
+        return torch.cat((text, blocks), 2)[:, None]
+
+    def _layer(
+        self, i: int, x: Tensor, context: Tensor, seen: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> Tensor:
         c = self.config.model
 
         def get(name: str) -> Tensor:
             return self.tensors[f"layers.{i}.{name}.weight"]
 
         normed = self._norm(x, f"layers.{i}.input_layer")
-        text = torch.arange(len(context), device=x.device)
-        both = torch.cat((context, normed))
-        everywhere = torch.cat((text, at))
-        q = self._heads(normed @ get("self_attn.q_proj").t(), at, get("self_attn.q_norm"))
-        k = self._heads(both @ get("self_attn.k_proj").t(), everywhere, get("self_attn.k_norm"))
-        v = (both @ get("self_attn.v_proj").t()).view(len(both), -1, c.head_dim)
+        both = torch.cat((context, normed), 1)
+        own = (rope[0][:, -x.shape[1] :], rope[1][:, -x.shape[1] :])
+        q = self._heads(normed @ get("self_attn.q_proj").t(), own, get("self_attn.q_norm"))
+        k = self._heads(both @ get("self_attn.k_proj").t(), rope, get("self_attn.k_norm"))
+        v = (both @ get("self_attn.v_proj").t()).view(*both.shape[:2], -1, c.head_dim).to(q.dtype)
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None],
-            k.repeat_interleave(c.group, 1).transpose(0, 1)[None],
-            v.repeat_interleave(c.group, 1).transpose(0, 1)[None],
-            attn_mask=seen[None, None],
+            q.transpose(1, 2),
+            k.repeat_interleave(c.group, 2).transpose(1, 2),
+            v.repeat_interleave(c.group, 2).transpose(1, 2),
+            attn_mask=seen,
         )
-        x = x + out[0].transpose(0, 1).flatten(1) @ get("self_attn.o_proj").t()
+        x = x + out.transpose(1, 2).flatten(2) @ get("self_attn.o_proj").t()
         normed = self._norm(x, f"layers.{i}.post_attention_layer")
         gated = F.silu(normed @ get("mlp.gate_proj").t()) * (normed @ get("mlp.up_proj").t())
         return x + gated @ get("mlp.down_proj").t()
 
-    def _heads(self, x: Tensor, positions: Tensor, weight: Tensor) -> Tensor:
-        """Per-head norm and rotation: [tokens, heads, head_dim]."""
+    def _heads(self, x: Tensor, rope: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
+        """Per-head norm and rotation: [texts, rows, heads, head_dim]."""
         c = self.config.model
-        heads = torch.rms_norm(x.view(len(x), -1, c.head_dim), [c.head_dim], weight, c.norm_eps)
-        cos, sin = self._rope.rows(positions, int(positions.max()))
-        return heads * cos + torch.roll(heads, c.head_dim // 2, -1) * sin
+        x = x.view(*x.shape[:2], -1, c.head_dim).float()
+        heads = torch.rms_norm(x, [c.head_dim], weight, c.norm_eps)
+        return heads * rope[0] + torch.roll(heads, c.head_dim // 2, -1) * rope[1]
 
     def _norm(self, x: Tensor, prefix: str) -> Tensor:
         weight = self.tensors[f"{prefix}norm.weight"]
@@ -198,22 +204,22 @@ class DFlashNetwork:
 
 
 def block_loss(logits: Tensor, wanted: Tensor, there: Tensor, *, d_pace: bool) -> Tensor:
-    """Weighted mean cross-entropy of a batch of blocks.
+    """Weighted mean cross-entropy of blocks: `logits` [..., draft_len, vocab], labels beside them.
 
     Weights fall along a block as exp(-(k - 1) / gamma), or, with `d_pace`, are the chance that the
     draft is still alive there and what follows: sums over j >= k of products up to j of a smoothed
     probability of the right token.
     """
-    each = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
+    each = F.cross_entropy(logits.flatten(0, -2).float(), wanted.flatten(), reduction="none")
     each = each.view(wanted.shape)
     if d_pace:
         right = (0.5 * torch.exp(-each.detach()) + 0.5) * there
-        alive = right.cumprod(1)
-        weight = alive.flip(1).cumsum(1).flip(1)
+        alive = right.cumprod(-1)
+        weight = alive.flip(-1).cumsum(-1).flip(-1)
     else:
-        block = wanted.shape[1] + 1
+        block = wanted.shape[-1] + 1
         gamma = _GAMMA.get(block, block / 2)
-        steps = torch.arange(wanted.shape[1], device=each.device)
+        steps = torch.arange(wanted.shape[-1], device=each.device)
         weight = torch.exp(-steps / gamma).expand_as(each)
     weight = weight * there
     return (each * weight).sum() / weight.sum().clamp(min=1e-6)

@@ -7,6 +7,7 @@ draft's and the target's law (L1), and the confidence head's error against the c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from slipstream.models.dense import Model
 from slipstream.models.dspark import DSparkConfig, markov, save_dspark
 from slipstream.train.dflash import DFlashNetwork
-from slipstream.train.recipe import labels
+from slipstream.train.recipe import Batch, labels, target_law, weighted
 
 _GAMMA, _CE, _L1 = 4.0, 0.1, 0.9
 
@@ -41,45 +42,43 @@ class DSparkNetwork(DFlashNetwork):
         """Write the checkpoint."""
         save_dspark(folder, self.spark, tensors)
 
-    def logits(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """[anchors, block, vocab]: what each row drafts, the text's own tokens before it."""
-        return self._walk(features, tokens, anchors)[0]
+    def logits(self, batch: Batch) -> Tensor:
+        """[texts, blocks, draft_len, vocab]: what each row drafts, the text's tokens before it."""
+        return self._walk(batch)[0]
 
-    def loss(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Weighted mean over anchors and draft tokens; see the module."""
-        wanted, there = labels(tokens, anchors, self.draft_len + 1)
-        logits, confidence = self._walk(features, tokens, anchors)
-        each = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
-        at = anchors[:, None] + torch.arange(self.draft_len, device=anchors.device)
-        law = self._law(features[at.clamp(max=len(tokens) - 1), -1])
-        distance = (logits.softmax(-1) - law).abs().sum(-1)
+        wanted, there = labels(batch, self.draft_len)
+        logits, confidence = self._walk(batch)
+        logits = logits.float()
+        each = F.cross_entropy(logits.flatten(0, -2), wanted.flatten(), reduction="none")
+        last = batch.features_at(batch.places(0, self.draft_len), -1)
+        distance = (logits.softmax(-1) - target_law(self._target, last)).abs().sum(-1)
         total = _CE * each.view(wanted.shape) + _L1 * distance
         if confidence is not None:
             accepted = (1 - distance.detach() / 2).clamp(0, 1)
             total = total + F.binary_cross_entropy_with_logits(
-                confidence, accepted, reduction="none"
+                confidence.float(), accepted, reduction="none"
             )
-        weight = torch.exp(-torch.arange(self.draft_len, device=anchors.device) / _GAMMA) * there
-        return (total * weight).sum() / weight.sum().clamp(min=1e-6)
+        return weighted(total, math.exp(-1 / _GAMMA), there)
 
-    def _walk(
-        self, features: Tensor, tokens: Tensor, anchors: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Logits [anchors, block, vocab] and the confidence head's, [anchors, block]."""
-        hidden = self.hidden(features, tokens, anchors)
+    def _walk(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Logits [texts, blocks, draft_len, vocab] and the confidence head's, one fewer axis."""
+        hidden = self.hidden(batch)
         first = self.tensors["markov_head.markov_w1.weight"]
         second = self.tensors["markov_head.markov_w2.weight"]
-        state = hidden.new_zeros(len(anchors), self.spark.rank)
-        read, embedded = [], []
+        embedded = F.embedding(batch.tokens_at(batch.places(0, self.draft_len)), first)
+        state = hidden.new_zeros(*batch.anchors.shape, self.spark.rank)
+        read = []
         for i in range(self.draft_len):
-            before = tokens[(anchors + i).clamp(max=len(tokens) - 1)]
-            embedded.append(F.embedding(before, first))
-            one, state = markov(self.spark.markov, embedded[-1], hidden[:, i], state, self._mixed)
+            one, state = markov(
+                self.spark.markov, embedded[:, :, i], hidden[:, :, i], state, self._mixed
+            )
             read.append(one)
-        logits = self.head(hidden) + torch.stack(read, 1) @ second.t()
+        logits = self.head(hidden) + torch.stack(read, 2) @ second.t()
         if not self.spark.confident:
             return logits, None
-        both = torch.cat((hidden, torch.stack(embedded, 1)), -1)
+        both = torch.cat((hidden, embedded), -1)
         return logits, self._linear(both, "confidence_head.proj")[..., 0]
 
     def _mixed(self, x: Tensor) -> Tensor:
@@ -88,10 +87,3 @@ class DSparkNetwork(DFlashNetwork):
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return F.linear(x, self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
-
-    def _law(self, last: Tensor) -> Tensor:
-        """The target's next-token probabilities at last-layer outputs [..., hidden]."""
-        norm = self._target.norm
-        with torch.no_grad():
-            normed = torch.rms_norm(last.float(), [last.shape[-1]], norm.weight.float(), norm.eps)
-            return self.head(normed).softmax(-1)

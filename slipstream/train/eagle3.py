@@ -16,13 +16,15 @@ from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model
 from slipstream.models.eagle3 import Eagle3Config, default_taps, save_eagle3
 from slipstream.train.chain import ChainNetwork
-from slipstream.train.recipe import labels
+from slipstream.train.recipe import Batch, labels, target_law, weighted
 
 _DECAY = 0.8
 
 
-def draft_config(target: ModelConfig, *, intermediate_size: int | None = None) -> Eagle3Config:
-    """One Llama-like layer of the target's width, with the target's head."""
+def draft_config(
+    target: ModelConfig, *, intermediate_size: int | None = None, draft_vocab: int | None = None
+) -> Eagle3Config:
+    """One Llama-like layer of the target's width, with the target's head or rows of it."""
     theta = target.rope_parameters["rope_theta"]
     hf = {
         "model_type": "llama",
@@ -42,33 +44,55 @@ def draft_config(target: ModelConfig, *, intermediate_size: int | None = None) -
         "tie_word_embeddings": False,
         "num_target_layers": target.num_layers,
     }
-    return Eagle3Config(from_hf(hf, source="the recipe"), default_taps(target.num_layers))
+    taps = default_taps(target.num_layers)
+    return Eagle3Config(from_hf(hf, source="the recipe"), taps, draft_vocab)
 
 
 class Eagle3Network(ChainNetwork):
-    """See the module; `needs` ends in the last layer's output, which gives the target's law."""
+    """See the module; `needs` ends in the last layer's output, which gives the target's law.
+
+    `vocab`: ids int64 [config.draft_vocab] of the tokens it may draft, ascending, or None for all.
+    The head is the target's own, or its rows at these ids.
+    """
 
     recipe = "eagle3"
 
-    def __init__(self, config: Eagle3Config, target: Model, *, steps: int, seed: int) -> None:
-        super().__init__(
-            config.model, config.shapes, target, prefix="layers.0.", draft_len=steps, seed=seed
-        )
+    def __init__(
+        self,
+        config: Eagle3Config,
+        target: Model,
+        *,
+        steps: int,
+        seed: int,
+        vocab: Tensor | None = None,
+    ) -> None:
+        own = {n: s for n, s in config.shapes.items() if n not in ("lm_head.weight", "d2t")}
+        super().__init__(config.model, own, target, prefix="layers.0.", draft_len=steps, seed=seed)
         self.config = config
         self.needs = (*config.taps, target.config.num_layers)
+        self.vocab, self._rows = vocab, None
+        if vocab is not None:
+            self.vocab = vocab.to(target.device)
+            self._rows = target.head.weight[self.vocab]
+            self._known = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+            self._known[vocab] = True
+            self._known = self._known.to(target.device)
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the checkpoint."""
+        if self.vocab is not None and self._rows is not None:
+            offsets = self.vocab - torch.arange(len(self.vocab), device=self.vocab.device)
+            tensors = {**tensors, "lm_head.weight": self._rows.bfloat16(), "d2t": offsets}
         save_eagle3(folder, self.config, tensors)
 
     def start(self, features: Tensor) -> Tensor:
         """The tapped layers, joined."""
-        return features[:, : len(self.config.taps)].flatten(1).float() @ self.get("fc").t()
+        return features[..., : len(self.config.taps), :].flatten(-2).float() @ self.get("fc").t()
 
     def enter(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """The state is the residual; token and state are read side by side."""
         normed = self.norm(states, "layers.0.hidden_norm")
-        read = torch.cat((self.norm(embedded, "layers.0.input_layernorm"), normed), 1)
+        read = torch.cat((self.norm(embedded, "layers.0.input_layernorm"), normed), -1)
         return (normed if self.config.norm_before_residual else states), read
 
     def out(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,12 +100,30 @@ class Eagle3Network(ChainNetwork):
         normed = self.norm(x, "norm")
         return normed, normed if self.config.norm_output else x
 
-    def loss(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """Weighted mean over anchors and steps; see the module."""
-        said = self.logits(features, tokens, anchors).log_softmax(-1)
-        _, there = labels(tokens, anchors, self.draft_len + 1)
-        at = anchors[:, None] + torch.arange(self.draft_len, device=anchors.device)
-        law = self.law(features[at.clamp(max=len(tokens) - 1), -1])
-        each = -(law * said).sum(-1)
-        weight = _DECAY ** torch.arange(self.draft_len, device=anchors.device) * there
-        return (each * weight).sum() / weight.sum().clamp(min=1e-6)
+    def head(self, normed: Tensor) -> Tensor:
+        """Logits over `vocab`, or over all tokens."""
+        if self._rows is None:
+            return super().head(normed)
+        return normed.to(self._rows.dtype) @ self._rows.t()
+
+    def drafted(self, logits: Tensor) -> Tensor:
+        """The likeliest token, as the target counts them."""
+        said = super().drafted(logits)
+        return said if self.vocab is None else self.vocab[said]
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Weighted mean over anchors and steps; see the module. With a reduced vocabulary the
+        target's law is cut to it, and places where its likeliest token is missing teach nothing.
+        """
+        _, there = labels(batch, self.draft_len)
+        at, each = batch.places(0, self.draft_len), []
+        for step, normed in enumerate(self.unrolled(batch)):
+            law = target_law(self.target, batch.features_at(at[..., step], -1))
+            if self.vocab is not None:
+                known = self._known[law.argmax(-1)]
+                there[..., step] &= known
+                law = law[..., self.vocab]
+                law = law / law.sum(-1, keepdim=True).clamp(min=1e-9)
+            said = self.head(normed).float().log_softmax(-1)
+            each.append(-(law * said).sum(-1))
+        return weighted(torch.stack(each, -1), _DECAY, there)

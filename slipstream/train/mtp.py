@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from slipstream.models.dense import Model
 from slipstream.models.mtp import MtpConfig, save_mtp
 from slipstream.train.chain import ChainNetwork
-from slipstream.train.recipe import labels
+from slipstream.train.recipe import Batch, labels, weighted
 
 _DECAY = 0.6
 
@@ -38,14 +38,14 @@ class MtpNetwork(ChainNetwork):
 
     def start(self, features: Tensor) -> Tensor:
         """The target's last states after its final norm."""
-        norm, x = self.target.norm, features[:, 0].float()
+        norm, x = self.target.norm, features[..., 0, :].float()
         return torch.rms_norm(x, [x.shape[-1]], norm.weight.float(), norm.eps)
 
     def enter(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         """Token and state are joined to a stream of the layer's own."""
         prefix = self.config.prefix
         both = (self.norm(embedded, f"{prefix}enorm"), self.norm(states, f"{prefix}hnorm"))
-        x = torch.cat(both, 1) @ self.get(f"{prefix}eh_proj").t()
+        x = torch.cat(both, -1) @ self.get(f"{prefix}eh_proj").t()
         return x, self.norm(x, f"{prefix}input_layernorm")
 
     def out(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,10 +53,9 @@ class MtpNetwork(ChainNetwork):
         normed = self.norm(x, f"{self.config.prefix}shared_head.norm")
         return normed, normed
 
-    def loss(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Weighted mean over anchors and steps; see the module."""
-        wanted, there = labels(tokens, anchors, self.draft_len + 1)
-        said = self.logits(features, tokens, anchors)
-        each = F.cross_entropy(said.flatten(0, 1), wanted.flatten(), reduction="none")
-        weight = _DECAY ** torch.arange(self.draft_len, device=anchors.device) * there
-        return (each.view(wanted.shape) * weight).sum() / weight.sum().clamp(min=1e-6)
+        wanted, there = labels(batch, self.draft_len)
+        said = self.logits(batch)
+        each = F.cross_entropy(said.flatten(0, -2).float(), wanted.flatten(), reduction="none")
+        return weighted(each.view(wanted.shape), _DECAY, there)

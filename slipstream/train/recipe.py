@@ -4,18 +4,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from slipstream.models.dense import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Texts side by side, and where blocks of draft tokens begin in them.
+
+    `tokens` int64 [texts, longest], zeros behind a text's end; `lengths` int64 [texts]; `anchors`
+    int64 [texts, blocks], positions from 1 on; `features` [texts, longest, len(needs), hidden], the
+    target's at a network's `needs`.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    anchors: Tensor
+    features: Tensor
+
+    def places(self, first: int, count: int) -> Tensor:
+        """Positions anchor + first and following, kept inside: int64 [texts, blocks, count]."""
+        steps = torch.arange(first, first + count, device=self.tokens.device)
+        at = self.anchors[..., None] + steps
+        return at.minimum(self.lengths[:, None, None] - 1)
+
+    def tokens_at(self, places: Tensor) -> Tensor:
+        """Tokens at positions [texts, ...]."""
+        return self.tokens.gather(1, places.flatten(1)).view(places.shape)
+
+    def features_at(self, places: Tensor, which: int) -> Tensor:
+        """One of the features at positions [texts, ...]: [texts, ..., hidden]."""
+        one = self.features[:, :, which]
+        at = places.flatten(1)[..., None].expand(-1, -1, one.shape[-1])
+        return one.gather(1, at).view(*places.shape, -1)
+
 
 class Network(Protocol):
-    """A drafter in training: float32 tensors by checkpoint name and its behavior on one text.
+    """A drafter in training: float32 tensors by checkpoint name and its behavior on texts.
 
-    Anchors are positions of the text; the k-th draft token behind an anchor stands for the token at
-    anchor + k. Features [tokens, len(needs), hidden] are the target's at `needs`.
+    The k-th draft token behind an anchor stands for the token at anchor + k.
     """
 
     recipe: str
@@ -28,13 +61,13 @@ class Network(Protocol):
         """Name and shape of every tensor."""
         ...
 
-    def loss(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
-        """The training loss of some anchors of one text, a scalar."""
+    def loss(self, batch: Batch) -> Tensor:
+        """The training loss of a batch, a scalar."""
         ...
 
-    def agreement(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
-        """Bool [anchors, draft_len] twice: where the draft token is the text's, and where the text
-        goes on that far.
+    def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Bool [texts, blocks, draft_len] twice: where the draft token is the text's, and where the
+        text goes on that far.
         """
         ...
 
@@ -43,11 +76,38 @@ class Network(Protocol):
         ...
 
 
-def labels(tokens: Tensor, anchors: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The tokens behind each anchor, [anchors, block - 1], and which of them exist."""
-    at = anchors[:, None] + torch.arange(1, block, device=tokens.device)
-    there = at < len(tokens)
-    return tokens[at.clamp(max=len(tokens) - 1)], there
+def labels(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` tokens behind each anchor, [texts, blocks, count], and which of them exist."""
+    there = batch.anchors[..., None] + torch.arange(1, count + 1, device=batch.tokens.device)
+    wanted = batch.tokens_at(batch.places(1, count))
+    return wanted, there < batch.lengths[:, None, None]
+
+
+def agreement(said: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """`Network.agreement` of draft tokens [texts, blocks, draft_len]."""
+    wanted, there = labels(batch, said.shape[-1])
+    return (said == wanted) & there, there
+
+
+def weighted(each: Tensor, decay: float, there: Tensor) -> Tensor:
+    """Mean of losses [texts, blocks, steps], the s-th step weighing decay^s; a scalar."""
+    weight = decay ** torch.arange(each.shape[-1], device=each.device) * there
+    return (each * weight).sum() / weight.sum().clamp(min=1e-6)
+
+
+def target_logits(target: Model, hidden: Tensor) -> Tensor:
+    """The target's own head over normed states [..., hidden], in the head's dtype."""
+    weight = target.head.weight
+    return hidden.to(weight.dtype) @ weight.t()
+
+
+def target_law(target: Model, last: Tensor) -> Tensor:
+    """The target's next-token probabilities at last-layer outputs [..., hidden], float32."""
+    with torch.no_grad():
+        normed = torch.rms_norm(
+            last.float(), [last.shape[-1]], target.norm.weight.float(), target.norm.eps
+        )
+        return target_logits(target, normed).float().softmax(-1)
 
 
 def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from torch import Tensor
+
 from slipstream.errors import InvalidConfig
 from slipstream.models.dense import Model
 from slipstream.models.dspark import MARKOV, DSparkConfig
@@ -13,7 +15,7 @@ from slipstream.train.recipe import Network
 
 _TAKES: dict[str, tuple[str, ...]] = {
     "mtp": (),
-    "eagle3": (),
+    "eagle3": ("draft_vocab",),
     "dflash": ("layers", "taps", "d_pace"),
     "dspark": ("layers", "taps", "markov", "rank"),
 }
@@ -26,7 +28,8 @@ RECIPES = tuple(_TAKES)
 class Shape:
     """What may be chosen of a drafter's size; a recipe takes what it knows. `draft_len`: tokens it
     is trained to draft. `d_pace`: D-PACE weights of the block loss. `markov`, `rank`: of DSpark's
-    Markov head. `mask_token_id`: a token that text never holds.
+    Markov head. `draft_vocab`: how many of the texts' most frequent tokens EAGLE-3 may draft, None
+    for all. `mask_token_id`: a token that text never holds.
     """
 
     draft_len: int
@@ -36,11 +39,15 @@ class Shape:
     d_pace: bool = False
     markov: str = "vanilla"
     rank: int = 64
-    mask_token_id: int
+    draft_vocab: int | None = None
+    mask_token_id: int = 0
 
 
-def make(recipe: str, target: Model, shape: Shape, *, seed: int) -> Network:
-    """A network of random weights, ready to be trained.
+def make(
+    recipe: str, target: Model, shape: Shape, *, seed: int, counts: Tensor | None = None
+) -> Network:
+    """A network of random weights, ready to be trained. `counts` int64 [vocab]: how often the texts
+    hold each token, for `draft_vocab`.
 
     Raises `InvalidConfig` for an unknown recipe, for sizes that do not fit the target, and for what
     the recipe does not take.
@@ -57,8 +64,13 @@ def make(recipe: str, target: Model, shape: Shape, *, seed: int) -> Network:
             takers = ", ".join(r for r, taken in _TAKES.items() if name in taken)
             raise InvalidConfig(f"{name} is {value!r}; {recipe} does not take it, {takers} do.")
     if recipe == "eagle3":
-        own = eagle3.draft_config(target.config, intermediate_size=shape.intermediate_size)
-        return eagle3.Eagle3Network(own, target, steps=shape.draft_len, seed=seed)
+        vocab = _frequent(counts, shape.draft_vocab, target.config.vocab_size)
+        own = eagle3.draft_config(
+            target.config,
+            intermediate_size=shape.intermediate_size,
+            draft_vocab=shape.draft_vocab,
+        )
+        return eagle3.Eagle3Network(own, target, steps=shape.draft_len, seed=seed, vocab=vocab)
     if recipe == "mtp":
         head = head_config(target.config, intermediate_size=shape.intermediate_size)
         return mtp.MtpNetwork(head, target, steps=shape.draft_len, seed=seed)
@@ -78,3 +90,12 @@ def make(recipe: str, target: Model, shape: Shape, *, seed: int) -> Network:
             f"{', '.join(MARKOV)}, of rank 1 or more."
         )
     return dspark.DSparkNetwork(DSparkConfig(config, shape.markov, shape.rank), target, seed=seed)
+
+
+def _frequent(counts: Tensor | None, size: int | None, vocab: int) -> Tensor | None:
+    """The `size` most frequent tokens in ascending order, None for all."""
+    if size is None:
+        return None
+    if counts is None or not 1 <= size <= vocab:
+        raise InvalidConfig(f"draft_vocab is {size}; allowed: 1 to {vocab}, and texts to count.")
+    return counts.argsort(descending=True, stable=True)[:size].sort().values

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from torch import Tensor
 from slipstream.errors import InvalidConfig
 from slipstream.models.loading import LoadedModel
 from slipstream.train.data import Features, Text
-from slipstream.train.recipe import Network
+from slipstream.train.recipe import Batch, Network
+from slipstream.types import IntArray
 
 CHECKPOINT = "training.pt"
 HISTORY = "history.jsonl"
-_LOOKED_AT = 32
+_LOOKED_AT, _HELD = 64, 1000
+"""Held-out texts that a report looks at, and the most that are held out."""
 _QUIET = 20.0
 """Seconds after which a line says how far it is, between the reports that measure acceptance."""
 Say = Callable[[str], None]
@@ -30,11 +33,13 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How to train. `anchors` blocks of each of `texts` texts make a step; the learning rate rises
-    over `warmup` of the steps and falls as a cosine to a hundredth. `held_out`: share of the texts
-    that is never trained on.
+    over `warmup` of the way and falls as a cosine to a hundredth. `held_out`: share of the texts
+    that is never trained on. `minutes`: train that long instead of `steps`; then the way is time.
+    `reports`: times, evenly spread, that acceptance is measured and a checkpoint written.
     """
 
     steps: int = 1000
+    minutes: float | None = None
     texts: int = 4
     anchors: int = 64
     lr: float = 6e-4
@@ -42,7 +47,7 @@ class Plan:
     clip: float = 1.0
     held_out: float = 0.1
     seed: int = 0
-    report_every: int = 50
+    reports: int = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,37 +78,62 @@ class Trainer:
         say: Say = print,
     ) -> None:
         self.network, self.plan, self.out, self._say = network, plan, out, say
-        held = min(len(texts) - 1, math.ceil(plan.held_out * len(texts))) if plan.held_out else 0
+        held = min(len(texts) - 1, math.ceil(plan.held_out * len(texts)), _HELD)
         self.texts, self.held = list(texts[: len(texts) - held]), list(texts[len(texts) - held :])
+        self.texts.sort(key=lambda t: len(t.tokens))  # batches are of texts about as long
+        together = max(plan.texts, 1)
         longest = max(len(t.tokens) for t in texts)
-        self._features = Features(loaded, network.needs, longest=longest + 16)
+        self._features = Features(loaded, network.needs, longest=together * (longest + 64))
         self._device = loaded.model.device
         self._optimizer = torch.optim.AdamW(
-            list(network.tensors.values()), lr=plan.lr, weight_decay=0.0, betas=(0.9, 0.95)
+            list(network.tensors.values()),
+            lr=plan.lr,
+            weight_decay=0.0,
+            betas=(0.9, 0.95),
+            fused=True,
         )
-        self.step = 0
+        self.step, self._spent = 0, 0.0
+        self._begun = time.perf_counter()
         out.mkdir(parents=True, exist_ok=True)
         self._resume(loaded.fingerprint)
 
     def run(self) -> None:
-        """Train to the last step; a checkpoint with every report, the export at the end."""
-        begun, first, recent = time.perf_counter(), self.step, []
-        spoke = begun
-        while self.step < self.plan.steps:
+        """Train to the end; a checkpoint and an export with every report."""
+        spoke, recent = time.perf_counter(), list[Tensor]()
+        self._begun = spoke - self._spent
+        due = self._next()
+        while self._share() < 1:
             recent.append(self._train())
             self.step += 1
             if time.perf_counter() - spoke > _QUIET:
                 spoke = time.perf_counter()
-                left = (spoke - begun) / (self.step - first) * (self.plan.steps - self.step)
                 self._say(
-                    f"step {self.step}/{self.plan.steps}  loss {recent[-1]:.3f}  {left:.0f} s left"
+                    f"{self._where()}  loss {float(recent[-1]):.3f}  {self._left():.0f} s left"
                 )
-            if self.step % self.plan.report_every == 0 or self.step == self.plan.steps:
-                spent = (time.perf_counter() - begun) / (self.step - first)
-                self._report(float(np.mean(recent)), spent * (self.plan.steps - self.step))
+            if self._share() >= due or self._share() >= 1:
+                due = self._next()
+                self._report(float(torch.stack(recent).mean()))
                 self._save()
                 recent = []
-        self.network.save(self.out, self.exported())
+
+    def _share(self) -> float:
+        """How much of the way is done, 1 at the end."""
+        if self.plan.minutes is None:
+            return self.step / self.plan.steps
+        return (time.perf_counter() - self._begun) / (60 * self.plan.minutes)
+
+    def _next(self) -> float:
+        """The share at which the next report is due."""
+        return (math.floor(self._share() * self.plan.reports + 1e-9) + 1) / self.plan.reports - 1e-9
+
+    def _left(self) -> float:
+        """Seconds to the end at this pace."""
+        spent, share = time.perf_counter() - self._begun, self._share()
+        return spent / share * max(0.0, 1 - share)
+
+    def _where(self) -> str:
+        of = f"/{self.plan.steps}" if self.plan.minutes is None else ""
+        return f"step {self.step}{of}"
 
     def exported(self) -> dict[str, Tensor]:
         """The weights in bfloat16, by checkpoint name."""
@@ -113,53 +143,56 @@ class Trainer:
         """On given texts, or on at most `_LOOKED_AT` held-out ones; at most `anchors` blocks of
         each, evenly spread.
         """
+        texts = texts if texts is not None else (self.held or self.texts)[:_LOOKED_AT]
         right, total = torch.zeros(2, self.network.draft_len)
-        for text in texts if texts is not None else (self.held or self.texts)[:_LOOKED_AT]:
-            where = np.linspace(*_range(text), num=anchors, dtype=np.int64)
-            at = torch.from_numpy(np.unique(where)).to(self._device)
-            held, there = self.network.agreement(*self._seen(text), at)
-            right += held.cumprod(1).sum(0).cpu()
-            total += there.sum(0).cpu()
+        for start in range(0, len(texts), self.plan.texts):
+            some = texts[start : start + self.plan.texts]
+            where = np.stack([_spread(text, anchors) for text in some])
+            held, there = self._agreement(self._features.batch(some, where))
+            right += held.cumprod(-1).sum((0, 1)).cpu()
+            total += there.sum((0, 1)).cpu()
         return Acceptance(tuple((right / total.clamp(min=1)).tolist()))
 
-    def _train(self) -> float:
+    def _agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        with self._precision():
+            return self.network.agreement(batch)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """bfloat16 products of float32 weights on a GPU; float32 on a CPU."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda")
+
+    def _train(self) -> Tensor:
+        """One step; its loss, not yet read back from the device."""
         rng = np.random.default_rng((self.plan.seed, self.step))
         self._set_rate()
         self._optimizer.zero_grad(set_to_none=True)
-        picked = rng.choice(len(self.texts), self.plan.texts)
-        total = 0.0
-        for i in picked:
-            low, high = _range(self.texts[i])
-            at = np.sort(rng.choice(np.arange(low, high + 1), self.plan.anchors))
-            anchors = torch.from_numpy(at).to(self._device)
-            value = self.network.loss(*self._seen(self.texts[i]), anchors)
-            (value / len(picked)).backward()  # type: ignore[no-untyped-call]
-            total += float(value.detach())
+        first = int(rng.integers(0, max(1, len(self.texts) - self.plan.texts + 1)))
+        picked = self.texts[first : first + self.plan.texts]
+        where = np.stack([rng.integers(*_range(t), self.plan.anchors) for t in picked])
+        batch = self._features.batch(picked, np.sort(where))
+        with self._precision():
+            value = self.network.loss(batch)
+        value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(self.network.tensors.values()), self.plan.clip)
         self._optimizer.step()
-        return total / len(picked)
-
-    def _seen(self, text: Text) -> tuple[Tensor, Tensor]:
-        """A text's features and tokens."""
-        return self._features.of(text.tokens), torch.tensor(text.tokens, device=self._device)
+        return value.detach()
 
     def _set_rate(self) -> None:
-        warm = max(1, round(self.plan.warmup * self.plan.steps))
-        if self.step < warm:
-            share = (self.step + 1) / warm
+        share, warm = self._share(), self.plan.warmup
+        if share < warm:
+            rate = max(share / warm, 1e-3)
         else:
-            done = (self.step - warm) / max(1, self.plan.steps - warm)
-            share = 0.01 + 0.99 * (1 + math.cos(math.pi * done)) / 2
+            rate = 0.01 + 0.99 * (1 + math.cos(math.pi * (share - warm) / (1 - warm))) / 2
         for group in self._optimizer.param_groups:
-            group["lr"] = self.plan.lr * share
+            group["lr"] = self.plan.lr * rate
 
-    def _report(self, mean_loss: float, left: float) -> None:
+    def _report(self, mean_loss: float) -> None:
         found = self.acceptance()
         shown = " ".join(f"{share:.2f}" for share in found.by_position)
         what = "held-out" if self.held else "trained-on"
         self._say(
-            f"step {self.step}/{self.plan.steps}  loss {mean_loss:.3f}  {what} acceptance {shown}  "
-            f"tokens/step {found.tokens_per_step:.2f}  {left:.0f} s left"
+            f"{self._where()}  loss {mean_loss:.3f}  {what} acceptance {shown}  "
+            f"tokens/step {found.tokens_per_step:.2f}  {self._left():.0f} s left"
         )
         line = {"step": self.step, "loss": mean_loss, "acceptance": found.by_position}
         with (self.out / HISTORY).open("a", encoding="utf-8") as file:
@@ -168,7 +201,7 @@ class Trainer:
     # --- checkpoints -------------------------------------------------------------------------
 
     def _identity(self, target: str) -> dict[str, Any]:
-        plan = asdict(self.plan) | {"report_every": None}
+        plan = asdict(self.plan) | {"reports": None}
         shapes = {name: list(shape) for name, shape in self.network.shapes.items()}
         return {
             "recipe": self.network.recipe,
@@ -195,7 +228,7 @@ class Trainer:
             for name, own in self.network.tensors.items():
                 own.copy_(state["tensors"][name])
         self._optimizer.load_state_dict(state["optimizer"])
-        self.step = int(state["step"])
+        self.step, self._spent = int(state["step"]), float(state["spent"])
         self._say(f"resumed at step {self.step}")
 
     def _save(self) -> None:
@@ -206,11 +239,23 @@ class Trainer:
             "tensors": tensors,
             "optimizer": self._optimizer.state_dict(),
             "step": self.step,
+            "spent": time.perf_counter() - self._begun,
         }
         torch.save(state, partial)
         partial.replace(self.out / CHECKPOINT)
+        self.network.save(self.out, self.exported())
 
 
 def _range(text: Text) -> tuple[int, int]:
-    """First and last position of an anchor: the prompt's last token and the text's last but one."""
-    return max(1, text.prompt_len - 1), max(1, len(text.tokens) - 2)
+    """Where anchors may be: from the prompt's last token to before the text's last."""
+    low = max(1, text.prompt_len - 1)
+    return low, max(low + 1, len(text.tokens) - 1)
+
+
+def _spread(text: Text, count: int) -> IntArray:
+    """At most `count` different anchors, evenly; behind the text's last token nothing is counted,
+    which fills up short texts.
+    """
+    low, end = _range(text)
+    found = np.unique(np.linspace(low, end - 1, num=count, dtype=np.int64))
+    return np.pad(found, (0, count - len(found)), constant_values=len(text.tokens) - 1)

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -12,7 +13,7 @@ from slipstream.engine import LLM
 from slipstream.errors import InvalidConfig
 from slipstream.models.mtp import head_config
 from slipstream.models.tiny import save_tiny, tiny_model
-from slipstream.train.data import Features, own_answers
+from slipstream.train.data import Features, own_answers, text_of
 from slipstream.train.eagle3 import Eagle3Network, draft_config
 from slipstream.train.mtp import MtpNetwork
 from slipstream.train.recipes import Shape, make
@@ -69,11 +70,13 @@ def test_the_trained_network_is_the_served_one(tmp_path, name):
     finally:
         weights.logits = real
     tokens = [*PROMPT * 4, *done.token_ids]
-    features = Features(LOADED[family], net.needs, longest=200).of(tokens)
     drafts = [r for r in done.records if r.drafted]
     with torch.no_grad():
-        starts = torch.tensor([r.depth - 1 for r in drafts])
-        trained = net.logits(features, torch.tensor(tokens), starts)
+        starts = np.array([[r.depth - 1 for r in drafts]])
+        batch = Features(LOADED[family], net.needs, longest=200).batch(
+            [text_of(tokens, [])], starts
+        )
+        (trained,) = net.logits(batch)
     at = compared = 0
     for record, expected in zip(drafts, trained, strict=True):
         # The pass that drafts token k was fed draft tokens up to k - 1: alike while they held.
@@ -92,14 +95,14 @@ def test_one_text_is_learned_and_served(tmp_path, recipe):
     texts = own_answers(llm, [PROMPT], answer)
     said = []
     steps, lr = {"eagle3": (400, 6e-3), "mtp": (150, 4e-3)}[recipe]
-    plan = Plan(steps=steps, texts=1, anchors=28, lr=lr, held_out=0, report_every=steps // 2)
+    plan = Plan(steps=steps, texts=1, anchors=28, lr=lr, held_out=0, reports=2)
     net = NETWORKS[recipe]()
     trainer = Trainer(LOADED["llama"], net, texts, plan, out=tmp_path, say=said.append)
     trainer.run()
     assert trainer.acceptance().tokens_per_step > 4.8
     assert re.match(rf"step {steps}/{steps} .* tokens/step [45]\.\d", said[-1])
     (done,) = llm.fork(f"{recipe}:{tmp_path}:4").generate([PROMPT], answer)
-    assert (*PROMPT, *done.token_ids) == texts[0].tokens
+    assert [*PROMPT, *done.token_ids] == texts[0].tokens.tolist()
     drafts = [r for r in done.records if r.drafted == 4]
     assert sum(r.accepted for r in drafts) > 3.6 * len(drafts)
 

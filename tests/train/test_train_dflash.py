@@ -14,9 +14,9 @@ from slipstream.engine import LLM
 from slipstream.errors import InvalidConfig
 from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.tiny import save_tiny, tiny_model
-from slipstream.train.data import Features, Text, own_answers, self_prompts
+from slipstream.train.data import Features, Text, own_answers, self_prompts, text_of
 from slipstream.train.dflash import DFlashNetwork, Shape, block_loss, draft_config
-from slipstream.train.recipe import labels
+from slipstream.train.recipe import Batch, labels
 from slipstream.train.trainer import Plan, Trainer
 from slipstream.types import SamplingParams
 
@@ -79,11 +79,11 @@ def test_the_trained_network_is_the_served_one(tmp_path, layers):
     spy = SeesLogits(arm.drafter)
     (done,) = arm.generate([PROMPT * 4], GREEDY)
     tokens = [*PROMPT * 4, *done.token_ids]
-    features = Features(LOADED, config.taps, longest=200).of(tokens)
-    anchors = torch.tensor([start for start, _ in spy.seen])
-    assert len(anchors) > 20
+    anchors = np.array([[start for start, _ in spy.seen]])
+    assert anchors.size > 20
     with torch.no_grad():
-        trained = net.logits(features, torch.tensor(tokens), anchors)
+        batch = Features(LOADED, config.taps, longest=200).batch([text_of(tokens, [])], anchors)
+        (trained,) = net.logits(batch)
     for (_, served), expected in zip(spy.seen, trained, strict=True):
         torch.testing.assert_close(served[1:], expected, atol=2e-3, rtol=1e-3)
 
@@ -93,7 +93,7 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
     texts = own_answers(llm, [PROMPT], GREEDY)
     _, net = network()
     said = []
-    plan = Plan(steps=150, texts=1, anchors=48, lr=3e-3, held_out=0, report_every=50)
+    plan = Plan(steps=150, texts=1, anchors=48, lr=3e-3, held_out=0, reports=3)
     trainer = Trainer(LOADED, net, texts, plan, out=tmp_path, say=said.append)
     trainer.run()
     assert trainer.acceptance().tokens_per_step > 7.8
@@ -101,7 +101,7 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
     assert re.match(r"step 150/150 .* trained-on acceptance [\d. ]+ tokens/step [78]\.\d", said[-1])
     arm = llm.fork(f"dflash:{tmp_path}:7")
     (done,) = arm.generate([PROMPT], GREEDY)
-    assert (*PROMPT, *done.token_ids) == texts[0].tokens
+    assert [*PROMPT, *done.token_ids] == texts[0].tokens.tolist()
     drafts = [r for r in done.records if r.drafted == 7]
     assert sum(r.accepted for r in drafts) > 6.5 * len(drafts)
     # In the engine as teacher-forced: both count the same blocks of the same text.
@@ -110,8 +110,8 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
 
 
 def test_a_stopped_training_goes_on_where_it_was(tmp_path):
-    texts = [Text(tuple(np.random.default_rng(i).integers(3, 300, 40)), 8) for i in range(3)]
-    plan = Plan(steps=12, texts=2, anchors=8, held_out=0.3, report_every=4)
+    texts = [Text(np.random.default_rng(i).integers(3, 300, 40, np.int32), 8) for i in range(3)]
+    plan = Plan(steps=12, texts=2, anchors=8, held_out=0.3, reports=3)
 
     def trained(folder, stop=None):
         _, net = network()
@@ -132,24 +132,25 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path):
     for name, tensor in whole.tensors.items():
         torch.testing.assert_close(resumed.tensors[name], tensor)
     _, net = network()
-    other = Plan(steps=12, texts=2, anchors=8, held_out=0.3, lr=1e-3, report_every=4)
+    other = Plan(steps=12, texts=2, anchors=8, held_out=0.3, lr=1e-3, reports=3)
     with pytest.raises(InvalidConfig, match="checkpoint of another training"):
         Trainer(LOADED, net, texts, other, out=tmp_path / "cut")
 
 
 def test_losses():
-    tokens = torch.tensor([5, 6, 7, 8])
-    wanted, there = labels(tokens, torch.tensor([0, 2]), 4)
-    assert wanted[0].tolist() == [6, 7, 8]
-    assert there.tolist() == [[True] * 3, [True, False, False]]
-    logits = torch.zeros(2, 3, 10)
-    logits[0, 0, 6] = 30.0
+    tokens = torch.tensor([[5, 6, 7, 8, 0]])
+    batch = Batch(tokens, torch.tensor([4]), torch.tensor([[0, 2]]), torch.zeros(1, 5, 1, 2))
+    wanted, there = labels(batch, 3)
+    assert wanted[0, 0].tolist() == [6, 7, 8]
+    assert there.tolist() == [[[True] * 3, [True, False, False]]]
+    logits = torch.zeros(1, 2, 3, 10)
+    logits[0, 0, 0, 6] = 30.0
     for d_pace in (False, True):
         logits.requires_grad_()
         value = block_loss(logits, wanted, there, d_pace=d_pace)
         (slope,) = torch.autograd.grad(value, logits)
-        assert slope[1, 1:].abs().max() == 0  # what does not exist teaches nothing
-        assert slope[0, 1].abs().sum() > slope[0, 2].abs().sum() > 0  # early masks count more
+        assert slope[0, 1, 1:].abs().max() == 0  # what does not exist teaches nothing
+        assert slope[0, 0, 1].abs().sum() > slope[0, 0, 2].abs().sum() > 0  # early masks count more
 
 
 def test_the_command_line_trains_and_writes_a_card(tmp_path):

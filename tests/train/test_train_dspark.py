@@ -1,5 +1,6 @@
 """The DSpark recipe: what is trained is what is served, it learns, and confidence ends drafts."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -7,7 +8,7 @@ from slipstream.drafters import dspark
 from slipstream.engine import LLM
 from slipstream.models.dspark import MARKOV, DSparkConfig
 from slipstream.models.tiny import tiny_model
-from slipstream.train.data import Features, own_answers
+from slipstream.train.data import Features, own_answers, text_of
 from slipstream.train.dflash import Shape, draft_config
 from slipstream.train.dspark import DSparkNetwork
 from slipstream.train.trainer import Plan, Trainer
@@ -43,11 +44,11 @@ def test_the_trained_network_is_the_served_one(tmp_path, markov, monkeypatch):
     arm = LLM(LOADED, drafter=f"dspark:{tmp_path}:7", prefill_chunk=16)
     (done,) = arm.generate([PROMPT * 4], GREEDY)
     tokens = [*PROMPT * 4, *done.token_ids]
-    features = Features(LOADED, net.needs, longest=200).of(tokens)
     drafts = [r for r in done.records if r.drafted]
     with torch.no_grad():
-        starts = torch.tensor([r.depth - 1 for r in drafts])
-        trained = net.logits(features, torch.tensor(tokens), starts)
+        starts = np.array([[r.depth - 1 for r in drafts]])
+        batch = Features(LOADED, net.needs, longest=200).batch([text_of(tokens, [])], starts)
+        (trained,) = net.logits(batch)
     at = compared = 0
     for record, expected in zip(drafts, trained, strict=True):
         for k in range(min(record.drafted, record.accepted + 1)):
@@ -63,12 +64,12 @@ def test_one_text_is_learned_and_confidence_knows_it(tmp_path, markov):
     llm = LLM(LOADED)
     answer = SamplingParams(max_tokens=30, ignore_eos=True)
     texts = own_answers(llm, [PROMPT], answer)
-    plan = Plan(steps=200, texts=1, anchors=28, lr=5e-3, held_out=0, report_every=100)
+    plan = Plan(steps=200, texts=1, anchors=28, lr=5e-3, held_out=0, reports=2)
     trainer = Trainer(LOADED, network(markov), texts, plan, out=tmp_path, say=lambda _: None)
     trainer.run()
     assert trainer.acceptance().tokens_per_step > 7.5
     (done,) = llm.fork(f"dspark:{tmp_path}:7").generate([PROMPT], answer)
-    assert (*PROMPT, *done.token_ids) == texts[0].tokens
+    assert [*PROMPT, *done.token_ids] == texts[0].tokens.tolist()
     drafts = [r for r in done.records if r.drafted == 7]
     assert sum(r.accepted for r in drafts) > 6 * len(drafts)
     # A text it has never seen: with `stop` it drafts less, and the tokens are the same.
