@@ -11,9 +11,9 @@ from slipstream.drafters import weights
 from slipstream.drafters.specs import METHODS, DrafterSpec, parse
 from slipstream.engine import LLM
 from slipstream.errors import InvalidConfig
+from slipstream.lab.cards import CARD, TRAINING
 from slipstream.models.stored import write_compact, write_published
 
-CARD = "README.md"
 Say = Callable[[str], None]
 
 
@@ -35,8 +35,9 @@ def run_export(drafter: str, *, out: Path, model: str, compact: bool, say: Say) 
         write_compact(source, out, method=spec.method, target=llm.loaded)
     else:
         write_published(source, out, method=spec.method, target=llm.loaded.model)
-    if (source / CARD).is_file() and not (out / CARD).exists():
-        shutil.copyfile(source / CARD, out / CARD)
+    for name in (CARD, TRAINING):
+        if (source / name).is_file() and not (out / name).exists():
+            shutil.copyfile(source / name, out / name)
     llm.fork(str(replace(spec, path=str(out))))  # what was written is what loads
     form = "int8 rows" if compact else "bfloat16, as published"
     before, after = _mebibytes(source), _mebibytes(out)

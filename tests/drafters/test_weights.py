@@ -125,6 +125,7 @@ def test_export_round_trips_between_both_forms(method, tmp_path):
     target = load(tmp_path / "model", dtype=torch.float32)
     plain = trained(method, tmp_path / "plain", target)
     (plain / "README.md").write_text("a card")
+    (plain / "training.json").write_text("{}")
     said = []
 
     def export(source, out, *, compact):
@@ -144,6 +145,7 @@ def test_export_round_trips_between_both_forms(method, tmp_path):
     assert len(small) < 0.65 * len(full)
     assert own_config(tmp_path / "small")["target"] == load(tmp_path / "model").fingerprint
     assert (tmp_path / "full" / "README.md").read_text() == "a card"
+    assert (tmp_path / "full" / "training.json").read_text() == "{}"
     assert "MiB (bfloat16, as published)" in said[1]
 
 
