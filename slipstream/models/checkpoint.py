@@ -15,8 +15,11 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.models.config import ModelConfig, from_hf
-from slipstream.models.dense import Model, build, expected_shapes
-from slipstream.models.int8_rows import plain_handles
+from slipstream.models.dense import Model, build, expected_shapes, head_rows
+from slipstream.models.int8_rows import Memory, plain_handles
+
+TARGET_HEAD = "target"
+"""In a drafter's config, `slipstream.head`: its reduced head is the target's rows, not stored."""
 
 _SAMPLES, _SAMPLE_BYTES = 256, 1 << 16
 
@@ -61,11 +64,12 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[dict[str, Any]]:
+def opened(directory: Path, *, target: Model | None = None) -> Iterator[dict[str, Any]]:
     """The open safetensors handle of every tensor of a directory, by name.
 
-    What is stored as int8 rows (see `models.int8_rows`) reads as plain weights. Raises `ModelError`
-    on a file that is missing, corrupt or truncated.
+    What our drafters store in fewer bytes reads as if published: int8 rows (`models.int8_rows`)
+    as plain weights, and a reduced head that is the `target`'s as its rows. Raises `ModelError` on
+    a file that is missing, corrupt or truncated.
     """
     with ExitStack() as stack:
         handles: dict[str, Any] = {}
@@ -77,7 +81,25 @@ def opened(directory: Path) -> Iterator[dict[str, Any]]:
                     f"{path} is corrupt or truncated ({error}); download it again."
                 ) from error
             handles |= dict.fromkeys(handle.keys(), handle)
-        yield plain_handles(handles, own_config(directory).get("storage"), directory)
+        own = own_config(directory)
+        found = plain_handles(handles, own.get("storage"), directory)
+        if target is not None and own.get("head") == TARGET_HEAD and "d2t" in found:
+            ids = draft_ids(found["d2t"].get_tensor("d2t"), target.config.vocab_size)
+            found["lm_head.weight"] = Memory(head_rows(target, ids.to(target.device)))
+        yield found
+
+
+def draft_ids(d2t: Tensor, vocab: int) -> Tensor:
+    """The target's id of every draft token, int64 [draft_vocab], from a checkpoint's offsets: draft
+    token i is i + d2t[i]. Raises `ModelError` for ids that a vocabulary of `vocab` does not have.
+    """
+    ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise ModelError(
+            f"d2t names the target's tokens {low} to {high}; this target has 0 to {vocab - 1}."
+        )
+    return ids
 
 
 def own_config(directory: Path) -> dict[str, Any]:

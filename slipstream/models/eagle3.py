@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,21 @@ from torch.nn import functional as F
 
 from slipstream.errors import ModelError
 from slipstream.models.attention import Segment, attend_all
-from slipstream.models.checkpoint import compare_tensors, opened, own_config, read_json
+from slipstream.models.checkpoint import compare_tensors, opened, read_json
 from slipstream.models.config import ModelConfig, from_hf
-from slipstream.models.dense import Model, group_major, head_rows
+from slipstream.models.dense import Model, group_major
 from slipstream.models.layers import Norm, rms_norm, rotate_
 from slipstream.models.linear import Linear, linear, linear_add, pack
 from slipstream.models.rope import RopeTable
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-TARGET_HEAD = "target"
-"""In the config's `slipstream.head`: the reduced head is the target's rows and is not stored."""
 _OPTIONAL = ("embed_tokens.weight", "t2d")
 
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
     """`model`: the draft layer. `taps`: `hs[i]` indices of the features. `draft_vocab`: rows
-    of a head of its own, None to use the target's; with `target_head` these rows are the target's
-    and no checkpoint of ours holds them. `norm_before_fc`, `fc_norm`: one norm over all
+    of a head of its own, None to use the target's. `norm_before_fc`, `fc_norm`: one norm over all
     features, or one each; `norm_output`: what is fed back has gone through the final norm;
     `norm_before_residual`: the residual is the normed feature.
     """
@@ -49,7 +46,6 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
-    target_head: bool = False
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -76,9 +72,7 @@ class Eagle3Config:
         if self.fc_norm:
             shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(len(self.taps))}
         if self.draft_vocab is not None:
-            shapes["d2t"] = (self.draft_vocab,)
-            if not self.target_head:
-                shapes["lm_head.weight"] = (self.draft_vocab, hidden)
+            shapes |= {"lm_head.weight": (self.draft_vocab, hidden), "d2t": (self.draft_vocab,)}
         return shapes
 
 
@@ -207,7 +201,6 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
         fc_norm=flag("fc_norm"),
         norm_output=flag("norm_output"),
         norm_before_residual=flag("norm_before_residual"),
-        target_head=own_config(folder).get("head") == TARGET_HEAD,
     )
 
 
@@ -220,8 +213,8 @@ def load_eagle3(folder: Path, target: Model) -> Eagle3:
     """Read a checkpoint for a target. Raises `ModelError` naming what does not fit."""
     config = read_eagle3_config(folder)
     _check_target(config, target.config, folder)
-    with opened(folder) as handles:
-        names = {plain_name(name): name for name in handles}
+    with opened(folder, target=target) as handles:
+        names = {_plain(name): name for name in handles}
         shapes = {n: tuple(handles[o].get_slice(o).get_shape()) for n, o in names.items()}
         compare_tensors(
             shapes, config.shapes, source=str(folder), what="an EAGLE-3 drafter", spare=_OPTIONAL
@@ -249,7 +242,7 @@ def from_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Mo
     before = ["input_norm"] if config.norm_before_fc else []
     if config.fc_norm and not before:
         before = [f"fc_norm.{i}" for i in range(len(config.taps))]
-    ids = target_ids(tensors["d2t"], target.config.vocab_size) if config.draft_vocab else None
+    reduced = config.draft_vocab is not None
     attention = [own(f"self_attn.{p}_proj") for p in "qkv"]
     return Eagle3(
         config=config,
@@ -264,39 +257,17 @@ def from_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Mo
         gate_up=pack(torch.cat((own("mlp.gate_proj"), own("mlp.up_proj")))),
         down=pack(own("mlp.down_proj")),
         norm=norm("norm"),
-        head=_head(config, tensors, target, ids),
-        ids=ids,
+        head=pack(tensors["lm_head.weight"]) if reduced else target.head,
+        # A checkpoint stores offsets: the target's id of draft token i is i + d2t[i].
+        ids=tensors["d2t"] + torch.arange(len(tensors["d2t"]), device=target.device)
+        if reduced
+        else None,
         rope=RopeTable(c, dtype=target.dtype, device=target.device),
     )
 
 
-def target_ids(d2t: Tensor, vocab: int) -> Tensor:
-    """The target's id of every draft token, int64 [draft_vocab], from a checkpoint's offsets: draft
-    token i is i + d2t[i]. Raises `ModelError` for ids that a vocabulary of `vocab` does not have.
-    """
-    ids = d2t.long() + torch.arange(len(d2t), device=d2t.device)
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab:
-        raise ModelError(
-            f"d2t names the target's tokens {low} to {high}; this target has 0 to {vocab - 1}."
-        )
-    return ids
-
-
-def _head(
-    config: Eagle3Config, tensors: Mapping[str, Tensor], target: Model, ids: Tensor | None
-) -> Linear:
-    if ids is None:
-        return target.head
-    return pack(head_rows(target, ids) if config.target_head else tensors["lm_head.weight"])
-
-
 def save_eagle3(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint that `load_eagle3`, vLLM and SGLang read.
-
-    A reduced head is always written in full, also where it is the target's rows, and so is `t2d`
-    (bool [vocab], which tokens have a row).
-    """
+    """Write a checkpoint that `load_eagle3`, vLLM and SGLang read."""
     folder.mkdir(parents=True, exist_ok=True)
     hf: dict[str, Any] = dict(config.model.hf)
     hf |= {
@@ -312,22 +283,14 @@ def save_eagle3(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor
         },
     }
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
-    names = replace(config, target_head=False).shapes
-    kept = {name: tensors[name].detach().cpu().contiguous() for name in names}
+    kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}
     if config.draft_vocab is not None:
-        kept["t2d"] = drafted_tokens(kept["d2t"], config.model.vocab_size)
+        kept["t2d"] = torch.zeros(config.model.vocab_size, dtype=torch.bool)
+        kept["t2d"][kept["d2t"] + torch.arange(config.draft_vocab)] = True
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def drafted_tokens(d2t: Tensor, vocab: int) -> Tensor:
-    """`t2d`: bool [vocab], the tokens of the target that the draft vocabulary holds."""
-    found = torch.zeros(vocab, dtype=torch.bool)
-    found[target_ids(d2t.cpu(), vocab)] = True
-    return found
-
-
-def plain_name(name: str) -> str:
-    """A tensor's name without what some publishers put before it."""
+def _plain(name: str) -> str:
     name = name.removeprefix("model.")
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 

@@ -40,6 +40,25 @@ class _Rows:
         return values * self.scales.get_tensor(name + SCALE).float()[:, None]
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Stands for the safetensors handle of a tensor that no file holds."""
+
+    tensor: Tensor
+
+    def get_slice(self, name: str) -> Memory:
+        """Itself: everything is known."""
+        return self
+
+    def get_shape(self) -> list[int]:
+        """Sizes, as safetensors lists them."""
+        return list(self.tensor.shape)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """The tensor."""
+        return self.tensor
+
+
 def plain_handles(handles: Mapping[str, Any], storage: object, folder: Path) -> dict[str, Any]:
     """The handles of a folder by name, as if every weight were stored plainly.
 

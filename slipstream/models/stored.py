@@ -1,7 +1,8 @@
 """A drafter's folder written again: small, as it ships, or in full, as vLLM and SGLang read it.
 
 The two forms differ in how weights are stored (see `models.int8_rows`) and in what the target
-already has: a small EAGLE-3 folder leaves out the reduced head where it is rows of the target's.
+already has: a small folder leaves out its embedding, and the head of a reduced vocabulary where that
+is rows of the target's.
 """
 
 from __future__ import annotations
@@ -17,30 +18,28 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.models import eagle3
-from slipstream.models.checkpoint import opened, own_config, read_json
+from slipstream.models.checkpoint import TARGET_HEAD, draft_ids, opened, read_json
 from slipstream.models.dense import Model, head_rows
 from slipstream.models.int8_rows import STORAGE, compacted
 from slipstream.models.loading import LoadedModel
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _HEAD, _D2T, _T2D = "lm_head.weight", "d2t", "t2d"
-_TARGETS_OWN = ("embed_tokens.weight", "shared_head.head.weight")
+_EMBEDDING = ("embed_tokens.weight", "shared_head.head.weight")
+"""Of the target, where a publisher stored it again; with a tied head that is the embedding too."""
 
 
 def write_published(folder: Path, out: Path, *, method: str, target: Model) -> None:
     """Write the drafter of `folder` to `out` as a published checkpoint: every weight in bf16,
-    whatever it was stored as, and the reduced head of EAGLE-3 with `t2d` and `d2t`.
+    whatever it was stored as, and the head of a reduced vocabulary with `t2d` and `d2t`.
 
     Raises `ModelError` where the folder cannot be read or `out` is no place for it.
     """
     tensors = _tensors(folder, method, target)
-    if method == "eagle3" and _D2T in tensors:
+    if _D2T in tensors:
         tensors[_D2T] = tensors[_D2T].long()
-        ids = eagle3.target_ids(tensors[_D2T], target.config.vocab_size)
-        tensors[_T2D] = eagle3.drafted_tokens(tensors[_D2T], target.config.vocab_size)
-        if own_config(folder).get("head") == eagle3.TARGET_HEAD:
-            tensors[_HEAD] = head_rows(target, ids.to(target.device))
+        tensors[_T2D] = torch.zeros(target.config.vocab_size, dtype=torch.bool)
+        tensors[_T2D][draft_ids(tensors[_D2T], target.config.vocab_size)] = True
     kept = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
     config = read_json(folder / CONFIG) | {"torch_dtype": "bfloat16"}
     config.pop("slipstream", None)
@@ -54,45 +53,42 @@ def write_compact(folder: Path, out: Path, *, method: str, target: LoadedModel) 
     Raises `ModelError` as `write_published` does, and for weights that are not finite.
     """
     tensors = _tensors(folder, method, target.model)
-    unread = (*_TARGETS_OWN, _HEAD) if method == "dspark" else _TARGETS_OWN
-    tensors = {n: t for n, t in tensors.items() if not n.endswith(unread)}
+    embedding = target.model.embedding.bfloat16().cpu()
+    for name in [n for n in tensors if n.endswith(_EMBEDDING)]:
+        if torch.equal(tensors[name].bfloat16(), embedding):
+            del tensors[name]
     own: dict[str, Any] = {
         "storage": STORAGE,
         "method": method,
         "target": target.fingerprint,
         "target_name": target.name,
     }
-    if method == "eagle3":
-        tensors.pop(_T2D, None)  # says the same as d2t
-        if _has_target_head(folder, tensors, target.model):
-            tensors.pop(_HEAD, None)
-            own["head"] = eagle3.TARGET_HEAD
+    if _D2T in tensors:
+        tensors.pop(_T2D, None)  # says the same
+        if _has_target_head(tensors, target.model):
+            tensors.pop(_HEAD)
+            own["head"] = TARGET_HEAD
     config = read_json(folder / CONFIG) | {"slipstream": own}
     _write(folder, out, config, compacted(tensors, source=str(folder)))
 
 
 def _tensors(folder: Path, method: str, target: Model) -> dict[str, Tensor]:
-    """What belongs to the drafter, by published name, as plain weights."""
-    with opened(folder) as handles:
-        tensors: dict[str, Tensor] = {n: h.get_tensor(n) for n, h in handles.items()}
+    """What belongs to the drafter, by the folder's names, as plain weights."""
+    with opened(folder, target=target) as handles:
+        tensors: dict[str, Tensor] = {n: h.get_tensor(n).cpu() for n, h in handles.items()}
     if method == "mtp":  # a head may lie in its target's own checkpoint
         heads = (f"model.layers.{target.config.num_layers}.", "mtp.")
         return {n: t for n, t in tensors.items() if n.startswith(heads)}
-    if method == "eagle3":
-        return {eagle3.plain_name(n): t for n, t in tensors.items()}
     return tensors
 
 
-def _has_target_head(folder: Path, tensors: Mapping[str, Tensor], target: Model) -> bool:
+def _has_target_head(tensors: Mapping[str, Tensor], target: Model) -> bool:
     """Whether a reduced head is nothing but rows of the target's, which is how ours are trained."""
-    if _D2T not in tensors:
+    ids = draft_ids(tensors[_D2T], target.config.vocab_size).to(target.device)
+    head = tensors.get(_HEAD)
+    if head is None or head.shape != (len(ids), target.config.hidden_size):
         return False
-    if _HEAD not in tensors:
-        return own_config(folder).get("head") == eagle3.TARGET_HEAD
-    ids = eagle3.target_ids(tensors[_D2T], target.config.vocab_size).to(target.device)
-    if tensors[_HEAD].shape != (len(ids), target.config.hidden_size):
-        return False
-    return torch.equal(tensors[_HEAD].bfloat16(), head_rows(target, ids).bfloat16().cpu())
+    return torch.equal(head.bfloat16(), head_rows(target, ids).bfloat16().cpu())
 
 
 def _write(

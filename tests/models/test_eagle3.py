@@ -84,23 +84,6 @@ def test_a_reduced_vocabulary_drafts_its_own_tokens_only(tmp_path):
     assert finite[0].nonzero().flatten().tolist() == list(range(0, 128, 2))
 
 
-def test_t2d_says_which_tokens_of_the_target_have_a_row(tmp_path):
-    made(tmp_path, draft_vocab=64)
-    found = load_file(tmp_path / "model.safetensors")["t2d"]
-    assert found.dtype == torch.bool
-    assert found.shape == (320,)
-    assert found.nonzero().flatten().tolist() == list(range(0, 128, 2))
-
-
-def test_draft_tokens_the_target_lacks_are_named(tmp_path):
-    _, tensors = made(tmp_path, draft_vocab=64)
-    names = {n: t.contiguous() for n, t in tensors.items()}
-    names["d2t"] = torch.arange(64) + 200
-    save_file(names, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match="tokens 200 to 326; this target has 0 to 319"):
-        load_eagle3(tmp_path, TARGET)
-
-
 def test_what_does_not_fit_is_named(tmp_path):
     _, tensors = made(tmp_path)
     original = json.loads((tmp_path / "config.json").read_text())

@@ -160,6 +160,28 @@ def test_a_head_that_the_config_does_not_leave_out_must_be_there(tmp_path):
         load_eagle3(tmp_path, target.model)
 
 
+def test_an_embedding_is_left_out_only_where_it_is_the_targets(tmp_path):
+    target = tiny_model("llama", layers=4)
+    plain, small = tmp_path / "plain", tmp_path / "small"
+    tensors = reduced(plain, target) | load_file(plain / "model.safetensors")
+    for embedding, kept in [(target.model.embedding, False), (-target.model.embedding, True)]:
+        names = tensors | {"embed_tokens.weight": embedding.contiguous()}
+        save_file(names, plain / "model.safetensors")
+        write_compact(plain, small, method="eagle3", target=target)
+        assert ("embed_tokens.weight" in read(small)) is kept
+
+
+def test_draft_tokens_the_target_lacks_are_named(tmp_path):
+    target = tiny_model("llama", layers=4)
+    tensors = reduced(tmp_path / "plain", target)
+    write_compact(tmp_path / "plain", tmp_path / "small", method="eagle3", target=target)
+    stored = load_file(tmp_path / "small" / "model.safetensors")
+    stored["d2t"] = (tensors["d2t"] + 150).int()
+    save_file(stored, tmp_path / "small" / "model.safetensors")
+    with pytest.raises(ModelError, match="tokens 150 to 339; this target has 0 to 319"):
+        load_eagle3(tmp_path / "small", target.model)
+
+
 def test_an_mtp_head_in_its_targets_checkpoint_is_exported_alone(tmp_path):
     path = tmp_path / "target"
     save_tiny(path)
