@@ -1,8 +1,8 @@
 """A drafter's folder written again: small, as it ships, or in full, as vLLM and SGLang read it.
 
 The two forms differ in how weights are stored (see `models.int8_rows`) and in what the target
-already has: a small folder leaves out its embedding, and the head of a reduced vocabulary where that
-is rows of the target's.
+already has: a small folder leaves out its embedding, and the head of a reduced vocabulary where
+that is rows of the target's.
 """
 
 from __future__ import annotations
