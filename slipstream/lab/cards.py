@@ -125,7 +125,7 @@ draft tokens whose predecessors were all kept, the share that was kept. Text tha
 
 def _settings(recipe: Any) -> str:
     if isinstance(recipe, Mapping):
-        return ", ".join(f"{key} {value}" for key, value in recipe.items())
+        return ", ".join(f"{key} {value}" for key, value in recipe.items() if value is not None)
     return str(recipe)
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINING = {
     "data": "answers of the target to 9 prompts",
     "tokens": 1234567,
-    "recipe": {"steps": 10, "lr": 0.001},
+    "recipe": {"steps": 10, "minutes": None, "lr": 0.001},
     "command": "slipstream train mtp --steps 10",
     "seed": 3,
     "hardware": "one of the machines",
