@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 from typer.core import TyperGroup
@@ -14,6 +15,9 @@ from slipstream.errors import InvalidConfig, InvalidRequest, SlipstreamError
 if TYPE_CHECKING:
     from slipstream.lab.results import GridResult
     from slipstream.types import Completion
+
+
+_T = TypeVar("_T")
 
 
 class _OneSentence(TyperGroup):
@@ -241,7 +245,11 @@ def train(
     draft_len: Annotated[int, typer.Option(help="Draft tokens it is trained for.")] = 7,
     layers: Annotated[int, typer.Option(help="Draft layers (dflash, dspark).")] = 1,
     taps: Annotated[int, typer.Option(help="Target layers read (likewise).")] = 3,
-    inner: Annotated[int | None, typer.Option(help="MLP width; default: the target's.")] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option("--inner", help="MLP width; default: the target's.")
+    ] = None,
+    soft: Annotated[bool, typer.Option(help="Learn the target's law (mtp, dflash).")] = False,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
     d_pace: Annotated[bool, typer.Option(help="D-PACE weights (dflash).")] = False,
     markov: Annotated[str, typer.Option(help="vanilla, gated or rnn (dspark).")] = "vanilla",
     rank: Annotated[int, typer.Option(help="Of the Markov head (dspark).")] = 64,
@@ -250,40 +258,12 @@ def train(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
 ) -> None:
     """Train a drafter on the target's own answers."""
+    given = locals()
     from slipstream.train.recipes import Shape
     from slipstream.train.trainer import Plan
     from slipstream.train_command import Order, run_train
 
-    order = Order(
-        recipe=recipe,
-        target=target,
-        out=out,
-        texts=texts,
-        prompts=prompts,
-        count=count,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        device=device,
-    )
-    shape = Shape(
-        draft_len=draft_len,
-        layers=layers,
-        taps=taps,
-        intermediate_size=inner,
-        d_pace=d_pace,
-        markov=markov,
-        rank=rank,
-        draft_vocab=draft_vocab,
-    )
-    plan = Plan(
-        steps=steps,
-        minutes=minutes,
-        texts=batch,
-        anchors=anchors,
-        lr=lr,
-        seed=seed,
-    )
-    run_train(order, shape, plan, say=typer.echo)
+    run_train(_picked(Order, given), _picked(Shape, given), _picked(Plan, given), say=typer.echo)
 
 
 @app.command(epilog="Example: `slipstream export mtp:2 --out mtp_bf16`")
@@ -335,6 +315,11 @@ def doctor() -> None:
 
     if not run_doctor(typer.echo):
         raise typer.Exit(1)
+
+
+def _picked(kind: type[_T], given: dict[str, Any]) -> _T:
+    """A dataclass of the options that are named like its fields."""
+    return kind(**{f.name: given[f.name] for f in fields(cast("Any", kind)) if f.name in given})
 
 
 def main() -> None:

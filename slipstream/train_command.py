@@ -58,7 +58,7 @@ def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
     """
     if order.recipe not in RECIPES:
         raise InvalidConfig(f"recipe is {order.recipe!r}; choose one of {', '.join(RECIPES)}.")
-    for name, value in (("count", order.count), ("steps", plan.steps), ("texts", plan.texts)):
+    for name, value in (("count", order.count), ("steps", plan.steps), ("batch", plan.batch)):
         if value < 1:
             raise InvalidConfig(f"{name} is {value}; allowed: 1 or more.")
     device = order.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -109,7 +109,7 @@ class ChainNetwork:
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """RMS norm by the weight of this name."""
-        return torch.rms_norm(x, [x.shape[-1]], self.get(name), self.sizes.norm_eps)
+        return torch.rms_norm(x.float(), [x.shape[-1]], self.get(name), self.sizes.norm_eps)
 
     def get(self, name: str) -> Tensor:
         """A weight by its name without `.weight`."""

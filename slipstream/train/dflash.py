@@ -1,12 +1,14 @@
 """The DFlash recipe: blocks of masks behind random anchors, cross-entropy on the target's answers.
 
 Source: arXiv 2602.06036, appendix A (anchors, frozen embedding and head, decayed weights); D-PACE
-weights from arXiv 2605.18810. The forward here is the one of `models.dflash`, differentiable and
-over many blocks of many texts at once: a block sees its text before its anchor, and itself.
+weights from arXiv 2605.18810; `soft` labels, the target's law, as NVIDIA's Model-Optimizer trains.
+The forward here is the one of `models.dflash`, differentiable and over many blocks of many texts at
+once: a block sees its text before its anchor, and itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,17 @@ from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model
 from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.rope import RopeTable
-from slipstream.train.recipe import Batch, agreement, initial, labels, target_logits
+from slipstream.train.recipe import (
+    Batch,
+    agreement,
+    hard,
+    initial,
+    labels,
+    soft,
+    target_law,
+    target_logits,
+    weighted,
+)
 
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """The paper's decay of the loss along a block, by block size."""
@@ -92,12 +104,15 @@ class DFlashNetwork:
         *,
         seed: int,
         d_pace: bool = False,
+        soft: bool = False,
         shapes: dict[str, tuple[int, ...]] | None = None,
     ) -> None:
         if target.head.packed:
             raise InvalidConfig("Training needs the target in float32 on a CPU, or on a GPU.")
-        self.config, self._target, self._d_pace = config, target, d_pace
+        self.config, self._target, self._d_pace, self._soft = config, target, d_pace, soft
         self.needs, self.draft_len = config.taps, config.block_size - 1
+        if soft:
+            self.needs = (*config.taps, target.config.num_layers)
         self._shapes = shapes or config.shapes
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {
@@ -118,7 +133,11 @@ class DFlashNetwork:
     def loss(self, batch: Batch) -> Tensor:
         """`block_loss` of the blocks behind the anchors."""
         wanted, there = labels(batch, self.draft_len)
-        return block_loss(self.logits(batch), wanted, there, d_pace=self._d_pace)
+        logits = self.logits(batch)
+        if not self._soft:
+            return block_loss(hard(logits, wanted), there, d_pace=self._d_pace)
+        last = batch.features_at(batch.places(0, self.draft_len), -1)
+        return block_loss(soft(logits, target_law(self._target, last)), there)
 
     def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Network`: whether each row's likeliest token is the text's."""
@@ -200,26 +219,20 @@ class DFlashNetwork:
 
     def _norm(self, x: Tensor, prefix: str) -> Tensor:
         weight = self.tensors[f"{prefix}norm.weight"]
-        return torch.rms_norm(x, [x.shape[-1]], weight, self.config.model.norm_eps)
+        return torch.rms_norm(x.float(), [x.shape[-1]], weight, self.config.model.norm_eps)
 
 
-def block_loss(logits: Tensor, wanted: Tensor, there: Tensor, *, d_pace: bool) -> Tensor:
-    """Weighted mean cross-entropy of blocks: `logits` [..., draft_len, vocab], labels beside them.
+def block_loss(each: Tensor, there: Tensor, *, d_pace: bool = False) -> Tensor:
+    """Weighted mean of cross-entropies [..., draft_len], of those `there`; a scalar.
 
     Weights fall along a block as exp(-(k - 1) / gamma), or, with `d_pace`, are the chance that the
     draft is still alive there and what follows: sums over j >= k of products up to j of a smoothed
     probability of the right token.
     """
-    each = F.cross_entropy(logits.flatten(0, -2).float(), wanted.flatten(), reduction="none")
-    each = each.view(wanted.shape)
     if d_pace:
         right = (0.5 * torch.exp(-each.detach()) + 0.5) * there
         alive = right.cumprod(-1)
-        weight = alive.flip(-1).cumsum(-1).flip(-1)
-    else:
-        block = wanted.shape[-1] + 1
-        gamma = _GAMMA.get(block, block / 2)
-        steps = torch.arange(wanted.shape[-1], device=each.device)
-        weight = torch.exp(-steps / gamma).expand_as(each)
-    weight = weight * there
-    return (each * weight).sum() / weight.sum().clamp(min=1e-6)
+        weight = alive.flip(-1).cumsum(-1).flip(-1) * there
+        return (each * weight).sum() / weight.sum().clamp(min=1e-6)
+    block = each.shape[-1] + 1
+    return weighted(each, math.exp(-1 / _GAMMA.get(block, block / 2)), there)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from slipstream.models.dense import Model
 from slipstream.models.dspark import DSparkConfig, markov, save_dspark
 from slipstream.train.dflash import DFlashNetwork
-from slipstream.train.recipe import Batch, labels, target_law, weighted
+from slipstream.train.recipe import Batch, hard, labels, target_law, weighted
 
 _GAMMA, _CE, _L1 = 4.0, 0.1, 0.9
 
@@ -51,10 +51,9 @@ class DSparkNetwork(DFlashNetwork):
         wanted, there = labels(batch, self.draft_len)
         logits, confidence = self._walk(batch)
         logits = logits.float()
-        each = F.cross_entropy(logits.flatten(0, -2), wanted.flatten(), reduction="none")
         last = batch.features_at(batch.places(0, self.draft_len), -1)
         distance = (logits.softmax(-1) - target_law(self._target, last)).abs().sum(-1)
-        total = _CE * each.view(wanted.shape) + _L1 * distance
+        total = _CE * hard(logits, wanted) + _L1 * distance
         if confidence is not None:
             accepted = (1 - distance.detach() / 2).clamp(0, 1)
             total = total + F.binary_cross_entropy_with_logits(

@@ -16,7 +16,7 @@ from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model
 from slipstream.models.eagle3 import Eagle3Config, default_taps, save_eagle3
 from slipstream.train.chain import ChainNetwork
-from slipstream.train.recipe import Batch, labels, target_law, weighted
+from slipstream.train.recipe import Batch, labels, soft, target_law, weighted
 
 _DECAY = 0.8
 
@@ -124,6 +124,5 @@ class Eagle3Network(ChainNetwork):
                 there[..., step] &= known
                 law = law[..., self.vocab]
                 law = law / law.sum(-1, keepdim=True).clamp(min=1e-9)
-            said = self.head(normed).float().log_softmax(-1)
-            each.append(-(law * said).sum(-1))
+            each.append(soft(self.head(normed), law))
         return weighted(torch.stack(each, -1), _DECAY, there)

@@ -1,6 +1,7 @@
 """The MTP recipe: several recursive steps of one head, cross-entropy on the target's own tokens.
 
-Source: FastMTP as the speculators library trains it: steps weighted by 0.6 to the s-th.
+Source: FastMTP as the speculators library trains it: steps weighted by 0.6 to the s-th. With `soft`
+it is the cross-entropy to the target's law instead.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from slipstream.models.dense import Model
 from slipstream.models.mtp import MtpConfig, save_mtp
 from slipstream.train.chain import ChainNetwork
-from slipstream.train.recipe import Batch, labels, weighted
+from slipstream.train.recipe import Batch, hard, labels, soft, target_law, weighted
 
 _DECAY = 0.6
 
@@ -25,12 +25,15 @@ class MtpNetwork(ChainNetwork):
 
     recipe = "mtp"
 
-    def __init__(self, config: MtpConfig, target: Model, *, steps: int, seed: int) -> None:
+    def __init__(
+        self, config: MtpConfig, target: Model, *, steps: int, seed: int, soft: bool = False
+    ) -> None:
         super().__init__(
             config.model, config.shapes, target, prefix=config.prefix, draft_len=steps, seed=seed
         )
         self.config = config
         self.needs: tuple[int, ...] = (config.depth,)
+        self._soft = soft
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the checkpoint."""
@@ -56,6 +59,11 @@ class MtpNetwork(ChainNetwork):
     def loss(self, batch: Batch) -> Tensor:
         """Weighted mean over anchors and steps; see the module."""
         wanted, there = labels(batch, self.draft_len)
-        said = self.logits(batch)
-        each = F.cross_entropy(said.flatten(0, -2).float(), wanted.flatten(), reduction="none")
-        return weighted(each.view(wanted.shape), _DECAY, there)
+        if not self._soft:
+            return weighted(hard(self.logits(batch), wanted), _DECAY, there)
+        at = batch.places(0, self.draft_len)
+        each = [
+            soft(self.head(normed), target_law(self.target, batch.features_at(at[..., i], -1)))
+            for i, normed in enumerate(self.unrolled(batch))
+        ]
+        return weighted(torch.stack(each, -1), _DECAY, there)

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.models.dense import Model
 
@@ -93,6 +94,17 @@ def weighted(each: Tensor, decay: float, there: Tensor) -> Tensor:
     """Mean of losses [texts, blocks, steps], the s-th step weighing decay^s; a scalar."""
     weight = decay ** torch.arange(each.shape[-1], device=each.device) * there
     return (each * weight).sum() / weight.sum().clamp(min=1e-6)
+
+
+def hard(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Cross-entropy of each of the labels, in their shape, float32."""
+    each = F.cross_entropy(logits.flatten(0, -2).float(), wanted.flatten(), reduction="none")
+    return each.view(wanted.shape)
+
+
+def soft(logits: Tensor, law: Tensor) -> Tensor:
+    """Cross-entropy to laws [..., vocab], in their leading shape, float32."""
+    return -(law * logits.float().log_softmax(-1)).sum(-1)
 
 
 def target_logits(target: Model, hidden: Tensor) -> Tensor:

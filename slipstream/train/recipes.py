@@ -14,9 +14,9 @@ from slipstream.train import dflash, dspark, eagle3, mtp
 from slipstream.train.recipe import Network
 
 _TAKES: dict[str, tuple[str, ...]] = {
-    "mtp": (),
+    "mtp": ("soft",),
     "eagle3": ("draft_vocab",),
-    "dflash": ("layers", "taps", "d_pace"),
+    "dflash": ("layers", "taps", "d_pace", "soft"),
     "dspark": ("layers", "taps", "markov", "rank"),
 }
 """What of a `Shape` a recipe takes, beside what all take."""
@@ -26,10 +26,11 @@ RECIPES = tuple(_TAKES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What may be chosen of a drafter's size; a recipe takes what it knows. `draft_len`: tokens it
-    is trained to draft. `d_pace`: D-PACE weights of the block loss. `markov`, `rank`: of DSpark's
-    Markov head. `draft_vocab`: how many of the texts' most frequent tokens EAGLE-3 may draft, None
-    for all. `mask_token_id`: a token that text never holds.
+    """What may be chosen of a drafter's size and loss; a recipe takes what it knows. `draft_len`:
+    tokens it is trained to draft. `d_pace`: D-PACE weights of the block loss. `soft`: learn the
+    target's law, not its tokens. `markov`, `rank`: of DSpark's Markov head. `draft_vocab`: how many
+    of the texts' most frequent tokens EAGLE-3 may draft, None for all. `mask_token_id`: a token
+    that text never holds.
     """
 
     draft_len: int
@@ -37,6 +38,7 @@ class Shape:
     taps: int = 3
     intermediate_size: int | None = None
     d_pace: bool = False
+    soft: bool = False
     markov: str = "vanilla"
     rank: int = 64
     draft_vocab: int | None = None
@@ -63,6 +65,8 @@ def make(
         if name != "intermediate_size" and name not in _TAKES[recipe] and value != default:
             takers = ", ".join(r for r, taken in _TAKES.items() if name in taken)
             raise InvalidConfig(f"{name} is {value!r}; {recipe} does not take it, {takers} do.")
+    if shape.d_pace and shape.soft:
+        raise InvalidConfig("d_pace and soft are both set; they exclude each other, choose one.")
     if recipe == "eagle3":
         vocab = _frequent(counts, shape.draft_vocab, target.config.vocab_size)
         own = eagle3.draft_config(
@@ -73,7 +77,7 @@ def make(
         return eagle3.Eagle3Network(own, target, steps=shape.draft_len, seed=seed, vocab=vocab)
     if recipe == "mtp":
         head = head_config(target.config, intermediate_size=shape.intermediate_size)
-        return mtp.MtpNetwork(head, target, steps=shape.draft_len, seed=seed)
+        return mtp.MtpNetwork(head, target, steps=shape.draft_len, seed=seed, soft=shape.soft)
     # DSpark drafts from the anchor's row too.
     sizes = dflash.Shape(
         layers=shape.layers,
@@ -83,7 +87,7 @@ def make(
     )
     config = dflash.draft_config(target.config, sizes, mask_token_id=shape.mask_token_id)
     if recipe == "dflash":
-        return dflash.DFlashNetwork(config, target, seed=seed, d_pace=shape.d_pace)
+        return dflash.DFlashNetwork(config, target, seed=seed, d_pace=shape.d_pace, soft=shape.soft)
     if shape.markov not in MARKOV or shape.rank < 1:
         raise InvalidConfig(
             f"markov is {shape.markov!r} of rank {shape.rank}; choose one of "

@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.errors import InvalidConfig
 from slipstream.models.loading import LoadedModel
 from slipstream.train.data import Features, Text
+from slipstream.train.optimizer import Optimizer
 from slipstream.train.recipe import Batch, Network
 from slipstream.types import IntArray
 
@@ -32,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to train. `anchors` blocks of each of `texts` texts make a step; the learning rate rises
+    """How to train. `anchors` blocks of each of `batch` texts make a step; the learning rate rises
     over `warmup` of the way and falls as a cosine to a hundredth. `held_out`: share of the texts
     that is never trained on. `minutes`: train that long instead of `steps`; then the way is time.
     `reports`: times, evenly spread, that acceptance is measured and a checkpoint written.
@@ -40,8 +41,9 @@ class Plan:
 
     steps: int = 1000
     minutes: float | None = None
-    texts: int = 4
+    batch: int = 4
     anchors: int = 64
+    optimizer: str = "adamw"
     lr: float = 6e-4
     warmup: float = 0.04
     clip: float = 1.0
@@ -81,17 +83,11 @@ class Trainer:
         held = min(len(texts) - 1, math.ceil(plan.held_out * len(texts)), _HELD)
         self.texts, self.held = list(texts[: len(texts) - held]), list(texts[len(texts) - held :])
         self.texts.sort(key=lambda t: len(t.tokens))  # batches are of texts about as long
-        together = max(plan.texts, 1)
+        together = max(plan.batch, 1)
         longest = max(len(t.tokens) for t in texts)
         self._features = Features(loaded, network.needs, longest=together * (longest + 64))
         self._device = loaded.model.device
-        self._optimizer = torch.optim.AdamW(
-            list(network.tensors.values()),
-            lr=plan.lr,
-            weight_decay=0.0,
-            betas=(0.9, 0.95),
-            fused=True,
-        )
+        self._optimizer = Optimizer(network.tensors, kind=plan.optimizer, lr=plan.lr)
         self.step, self._spent = 0, 0.0
         self._begun = time.perf_counter()
         out.mkdir(parents=True, exist_ok=True)
@@ -145,8 +141,8 @@ class Trainer:
         """
         texts = texts if texts is not None else (self.held or self.texts)[:_LOOKED_AT]
         right, total = torch.zeros(2, self.network.draft_len)
-        for start in range(0, len(texts), self.plan.texts):
-            some = texts[start : start + self.plan.texts]
+        for start in range(0, len(texts), self.plan.batch):
+            some = texts[start : start + self.plan.batch]
             where = np.stack([_spread(text, anchors) for text in some])
             held, there = self._agreement(self._features.batch(some, where))
             right += held.cumprod(-1).sum((0, 1)).cpu()
@@ -164,27 +160,23 @@ class Trainer:
     def _train(self) -> Tensor:
         """One step; its loss, not yet read back from the device."""
         rng = np.random.default_rng((self.plan.seed, self.step))
-        self._set_rate()
-        self._optimizer.zero_grad(set_to_none=True)
-        first = int(rng.integers(0, max(1, len(self.texts) - self.plan.texts + 1)))
-        picked = self.texts[first : first + self.plan.texts]
+        first = int(rng.integers(0, max(1, len(self.texts) - self.plan.batch + 1)))
+        picked = self.texts[first : first + self.plan.batch]
         where = np.stack([rng.integers(*_range(t), self.plan.anchors) for t in picked])
         batch = self._features.batch(picked, np.sort(where))
         with self._precision():
             value = self.network.loss(batch)
         value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(self.network.tensors.values()), self.plan.clip)
-        self._optimizer.step()
+        self._optimizer.step(self._rate())
         return value.detach()
 
-    def _set_rate(self) -> None:
+    def _rate(self) -> float:
+        """The share of the peak learning rate for the next step."""
         share, warm = self._share(), self.plan.warmup
         if share < warm:
-            rate = max(share / warm, 1e-3)
-        else:
-            rate = 0.01 + 0.99 * (1 + math.cos(math.pi * (share - warm) / (1 - warm))) / 2
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.plan.lr * rate
+            return max(share / warm, 1e-3)
+        return 0.01 + 0.99 * (1 + math.cos(math.pi * (share - warm) / (1 - warm))) / 2
 
     def _report(self, mean_loss: float) -> None:
         found = self.acceptance()
@@ -227,7 +219,7 @@ class Trainer:
         with torch.no_grad():
             for name, own in self.network.tensors.items():
                 own.copy_(state["tensors"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.restore(state["optimizer"])
         self.step, self._spent = int(state["step"]), float(state["spent"])
         self._say(f"resumed at step {self.step}")
 
@@ -237,7 +229,7 @@ class Trainer:
         state = {
             "identity": self._mine,
             "tensors": tensors,
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._optimizer.state(),
             "step": self.step,
             "spent": time.perf_counter() - self._begun,
         }

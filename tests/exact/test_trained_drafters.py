@@ -72,7 +72,7 @@ def trained(method, tmp_path_factory):
     work = [PROMPT, *prompts(4)]
     texts = own_answers(LLM(loaded()), work, SamplingParams(max_tokens=24, ignore_eos=True))
     steps = 350 if method == "eagle3" else 150
-    plan = Plan(steps=steps, texts=4, anchors=12, lr=4e-3, held_out=0, reports=1)
+    plan = Plan(steps=steps, batch=4, anchors=12, lr=4e-3, held_out=0, reports=1)
     Trainer(loaded(), network(method), texts, plan, out=folder, say=lambda _: None).run()
     return f"{method}:{folder}"
 

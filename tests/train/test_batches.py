@@ -1,13 +1,23 @@
 """Texts side by side teach what each teaches alone."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from slipstream.models.tiny import tiny_model
+from slipstream.cli import app
+from slipstream.engine import LLM
+from slipstream.errors import InvalidConfig
+from slipstream.models.tiny import save_tiny, tiny_model
 from slipstream.train import data
-from slipstream.train.data import Features, text_of
+from slipstream.train.data import Features, own_answers, text_of
+from slipstream.train.optimizer import Optimizer
 from slipstream.train.recipes import RECIPES, Shape, make
+from slipstream.train.trainer import Plan, Trainer
+from slipstream.types import SamplingParams
 
 torch.set_num_threads(1)
 LOADED = tiny_model("llama", layers=4)
@@ -43,3 +53,74 @@ def test_a_batch_holds_what_its_texts_say_alone(recipe, monkeypatch):
             )
     assert not bool(there[0, 2, 1:].any())
     assert bool(there[1, 1].all())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("recipe", ["mtp", "dflash"])
+def test_soft_labels_and_both_optimizers_learn_one_text(recipe, optimizer, tmp_path):
+    llm = LLM(LOADED)
+    answer = SamplingParams(max_tokens=30, ignore_eos=True)
+    texts = own_answers(llm, [list(range(20, 30))], answer)
+    takes = {} if recipe == "mtp" else {"taps": 2}
+    shape = Shape(draft_len=3, mask_token_id=319, soft=True, **takes)
+    plan = Plan(steps=150, batch=1, anchors=24, lr=4e-3, held_out=0, reports=1, optimizer=optimizer)
+    trainer = Trainer(
+        LOADED,
+        make(recipe, LOADED.model, shape, seed=0),
+        texts,
+        plan,
+        out=tmp_path,
+        say=lambda _: None,
+    )
+    before = trainer.acceptance().tokens_per_step
+    trainer.run()
+    assert trainer.acceptance().tokens_per_step > max(1.5, before + 0.4)
+
+
+def test_a_reduced_vocabulary_is_the_texts_most_frequent(tmp_path):
+    counts = torch.zeros(320, dtype=torch.int64)
+    counts[[7, 300, 41]] = torch.tensor([5, 9, 2])
+    shape = Shape(draft_len=2, draft_vocab=3)
+    net = make("eagle3", LOADED.model, shape, seed=0, counts=counts)
+    assert net.vocab.tolist() == [7, 41, 300]
+    net.save(tmp_path, net.tensors)
+    held = load_file(tmp_path / "model.safetensors")
+    assert (held["d2t"] + torch.arange(3)).tolist() == [7, 41, 300]
+    assert held["t2d"].nonzero().flatten().tolist() == [7, 41, 300]
+    assert torch.equal(
+        held["lm_head.weight"].float(), LOADED.model.head.weight[[7, 41, 300]].bfloat16().float()
+    )
+    arm = LLM(LOADED, drafter=f"eagle3:{tmp_path}:2")
+    assert arm.generate([[5, 6, 7]], SamplingParams(max_tokens=8))[0].token_ids
+    with pytest.raises(InvalidConfig, match="draft_vocab is 0; allowed: 1 to 320"):
+        make("eagle3", LOADED.model, Shape(draft_len=2, draft_vocab=0), seed=0, counts=counts)
+    with pytest.raises(InvalidConfig, match="optimizer is 'sgd'; choose one of adamw, muon"):
+        Optimizer(net.tensors, kind="sgd", lr=1.0)
+    with pytest.raises(InvalidConfig, match="d_pace and soft are both set"):
+        make("dflash", LOADED.model, Shape(draft_len=2, d_pace=True, soft=True), seed=0)
+
+
+def test_texts_are_made_and_trained_on(tmp_path, monkeypatch):
+    save_tiny(tmp_path / "target", max_position_embeddings=1024)
+    target, texts, out = str(tmp_path / "target"), tmp_path / "texts", tmp_path / "drafter"
+    run = CliRunner().invoke
+    command = ["texts", "--target", target, "--out", str(texts), "--device", "cpu"]
+    for seed in ("1", "2"):
+        sizes = ["--tokens", "60", "--max-tokens", "24", "--users", "4", "--seed", seed]
+        done = run(app, [*command, *sizes])
+        assert done.exit_code == 0, done.output
+    manifest = json.loads((texts / "texts-1.json").read_text())
+    assert manifest["own_tokens"] >= 60
+    assert {"chat", "code"} <= set(manifest["kinds"])
+    train = ["train", "mtp", "--target", target, "--out", str(out), "--device", "cpu"]
+    options = ["--texts", str(texts), "--minutes", "0.05", "--batch", "2", "--draft-len", "2"]
+    done = run(app, [*train, *options])
+    assert done.exit_code == 0, done.output
+    assert "steps done" in (out / "README.md").read_text()
+    save_tiny(tmp_path / "other", seed=5)
+    train[3] = str(tmp_path / "other")
+    done = run(app, [*train, *options])
+    assert done.exit_code == 2
+    assert "holds answers of another target" in done.output
+    done = run(app, [*train, "--texts", str(tmp_path)])
+    assert "holds no texts; make some with `slipstream texts`" in done.output

@@ -95,7 +95,7 @@ def test_one_text_is_learned_and_served(tmp_path, recipe):
     texts = own_answers(llm, [PROMPT], answer)
     said = []
     steps, lr = {"eagle3": (400, 6e-3), "mtp": (150, 4e-3)}[recipe]
-    plan = Plan(steps=steps, texts=1, anchors=28, lr=lr, held_out=0, reports=2)
+    plan = Plan(steps=steps, batch=1, anchors=28, lr=lr, held_out=0, reports=2)
     net = NETWORKS[recipe]()
     trainer = Trainer(LOADED["llama"], net, texts, plan, out=tmp_path, say=said.append)
     trainer.run()

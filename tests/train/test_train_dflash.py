@@ -17,7 +17,7 @@ from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.tiny import save_tiny, tiny_model
 from slipstream.train.data import Features, Text, own_answers, self_prompts, text_of
 from slipstream.train.dflash import DFlashNetwork, Shape, block_loss, draft_config
-from slipstream.train.recipe import Batch, labels
+from slipstream.train.recipe import Batch, hard, labels
 from slipstream.train.trainer import Plan, Trainer
 from slipstream.types import SamplingParams
 
@@ -94,7 +94,7 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
     texts = own_answers(llm, [PROMPT], GREEDY)
     _, net = network()
     said = []
-    plan = Plan(steps=150, texts=1, anchors=48, lr=3e-3, held_out=0, reports=3)
+    plan = Plan(steps=150, batch=1, anchors=48, lr=3e-3, held_out=0, reports=3)
     trainer = Trainer(LOADED, net, texts, plan, out=tmp_path, say=said.append)
     trainer.run()
     assert trainer.acceptance().tokens_per_step > 7.8
@@ -112,7 +112,7 @@ def test_one_text_is_learned_and_served_in_whole_blocks(tmp_path):
 
 def test_a_stopped_training_goes_on_where_it_was(tmp_path):
     texts = [Text(np.random.default_rng(i).integers(3, 300, 40, np.int32), 8) for i in range(3)]
-    plan = Plan(steps=12, texts=2, anchors=8, held_out=0.3, reports=3)
+    plan = Plan(steps=12, batch=2, anchors=8, held_out=0.3, reports=3)
 
     def trained(folder, stop=None):
         _, net = network()
@@ -133,7 +133,7 @@ def test_a_stopped_training_goes_on_where_it_was(tmp_path):
     for name, tensor in whole.tensors.items():
         torch.testing.assert_close(resumed.tensors[name], tensor)
     _, net = network()
-    other = Plan(steps=12, texts=2, anchors=8, held_out=0.3, lr=1e-3, reports=3)
+    other = Plan(steps=12, batch=2, anchors=8, held_out=0.3, lr=1e-3, reports=3)
     with pytest.raises(InvalidConfig, match="checkpoint of another training"):
         Trainer(LOADED, net, texts, other, out=tmp_path / "cut")
 
@@ -148,7 +148,7 @@ def test_losses():
     logits[0, 0, 0, 6] = 30.0
     for d_pace in (False, True):
         logits.requires_grad_()
-        value = block_loss(logits, wanted, there, d_pace=d_pace)
+        value = block_loss(hard(logits, wanted), there, d_pace=d_pace)
         (slope,) = torch.autograd.grad(value, logits)
         assert slope[0, 1, 1:].abs().max() == 0  # what does not exist teaches nothing
         assert slope[0, 0, 1].abs().sum() > slope[0, 0, 2].abs().sum() > 0  # early masks count more

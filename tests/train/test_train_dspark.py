@@ -64,7 +64,7 @@ def test_one_text_is_learned_and_confidence_knows_it(tmp_path, markov):
     llm = LLM(LOADED)
     answer = SamplingParams(max_tokens=30, ignore_eos=True)
     texts = own_answers(llm, [PROMPT], answer)
-    plan = Plan(steps=200, texts=1, anchors=28, lr=5e-3, held_out=0, reports=2)
+    plan = Plan(steps=200, batch=1, anchors=28, lr=5e-3, held_out=0, reports=2)
     trainer = Trainer(LOADED, network(markov), texts, plan, out=tmp_path, say=lambda _: None)
     trainer.run()
     assert trainer.acceptance().tokens_per_step > 7.5
