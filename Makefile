@@ -1,8 +1,10 @@
 # Two commands: `make grid` measures the embedded default, `make test` proves the code.
+# `make grid ARGS=--quick` is the smallest run of the same shape: that it works, not how fast.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 GRID ?= spec_quick
+ARGS ?=
 INSTALLED := $(VENV)/.installed
 
 .PHONY: grid test check install clean
@@ -22,7 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 install: $(INSTALLED)
 
 grid: $(INSTALLED)
-	$(BIN)/slipstream grid $(GRID)
+	$(BIN)/slipstream grid $(GRID) $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -53,7 +53,7 @@ def generate(
     ),
     drafter: Annotated[
         str,
-        typer.Option(help="none, ngram:3, suffix, or METHOD:PATH:4 (draft_model, dflash, ...)."),
+        typer.Option(help="none, ngram:3, suffix, mtp:2 (as shipped), METHOD:PATH:4, ..."),
     ] = "none",
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -266,6 +266,21 @@ def train(
     from slipstream.train_command import Order, run_train
 
     run_train(_picked(Order, given), _picked(Shape, given), _picked(Plan, given), say=typer.echo)
+
+
+@app.command(epilog="Example: `slipstream export mtp:2 --out mtp_bf16`")
+def export(
+    drafter: Annotated[str, typer.Argument(help="mtp:2 (as shipped), dflash:PATH:7, ...")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    model: Annotated[str, typer.Option(help="The target it drafts for.")] = "smollm2-135m",
+    compact: Annotated[
+        bool, typer.Option("--compact", help="8-bit, as ours ship; else bf16, as published.")
+    ] = False,
+) -> None:
+    """Write a drafter's weights in the layout that vLLM and SGLang read."""
+    from slipstream.export_command import run_export
+
+    run_export(drafter, out=out, model=model, compact=compact, say=typer.echo)
 
 
 @app.command(epilog="Example: `slipstream texts --out my_texts --tokens 1000000`")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +19,7 @@ from slipstream import provenance
 from slipstream.engine import LLM
 from slipstream.engine.llm import Prompt
 from slipstream.errors import InvalidConfig
+from slipstream.lab.cards import TRAINING
 from slipstream.lab.prompts import from_file
 from slipstream.train.data import Text, own_answers, self_prompts
 from slipstream.train.recipes import RECIPES, Shape, make
@@ -47,7 +51,8 @@ class Order:
 
 
 def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
-    """Train, export to `order.out`, and write `loss.svg` and the card `README.md` beside it.
+    """Train, export to `order.out`, and write `loss.svg`, the card `README.md` and what it says for
+    machines (`training.json`, see `lab.cards`) beside it.
 
     Raises `InvalidConfig` for unknown recipes and values that make no sense.
     """
@@ -71,7 +76,9 @@ def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
     trainer = Trainer(llm.loaded, network, texts, plan, out=order.out, say=say)
     trainer.run()
     draw_loss(order.out)
-    (order.out / "README.md").write_text(_card(order, plan, trainer, texts), encoding="utf-8")
+    record = _record(order, plan, trainer, texts)
+    (order.out / TRAINING).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (order.out / "README.md").write_text(_card(order, trainer, record), encoding="utf-8")
     say(f"Checkpoint, plot and card: {order.out}. Use it: --drafter {order.recipe}:{order.out}")
 
 
@@ -129,32 +136,49 @@ def _texts(llm: LLM, order: Order, *, seed: int, say: Say) -> list[Text]:
     return texts
 
 
-def _card(order: Order, plan: Plan, trainer: Trainer, texts: list[Text]) -> str:
+def _record(order: Order, plan: Plan, trainer: Trainer, texts: list[Text]) -> dict[str, Any]:
+    """What the drafter was made of and how good it is, teacher-forced, on `held_out` texts."""
     found = trainer.acceptance()
-    size = sum(t.numel() for t in trainer.network.tensors.values())
-    what = "held-out" if trainer.held else "trained-on"
-    settings = ", ".join(f"{key}={value}" for key, value in asdict(plan).items())
-    positions = " | ".join(str(i + 1) for i in range(len(found.by_position)))
-    shares = " | ".join(f"{share:.3f}" for share in found.by_position)
     source = order.prompts.name if order.prompts else f"{order.count} of the target's own"
     heat = f", temperature {order.temperature}"
     if order.texts is not None:
         kinds = Counter(t.kind for t in texts)
         source, heat = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())), ""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "data": f"prompts {source}; {len(texts)} answers of the target{heat}",
+        "tokens": own_tokens(texts),
+        "recipe": {"name": order.recipe, **asdict(plan), "steps done": trainer.step},
+        "command": shlex.join(["slipstream", *sys.argv[1:]]),
+        "seed": plan.seed,
+        "hardware": gpu or provenance.machine()["cpu"],
+        "time": provenance.now(),
+        "slipstream": provenance.versions()["slipstream"],
+        "commit": provenance.commit(),
+        "held_out": bool(trainer.held),
+        "tokens_per_step": found.tokens_per_step,
+        "by_position": found.by_position,
+    }
+
+
+def _card(order: Order, trainer: Trainer, record: dict[str, Any]) -> str:
+    size = sum(t.numel() for t in trainer.network.tensors.values())
+    what = "held-out" if record["held_out"] else "trained-on"
+    settings = ", ".join(f"{key}={value}" for key, value in record["recipe"].items())
+    positions = " | ".join(str(i + 1) for i in range(len(record["by_position"])))
+    shares = " | ".join(f"{share:.3f}" for share in record["by_position"])
     return f"""# {order.recipe} drafter for {order.target}
 
 - {size:,} parameters of its own, drafts up to {trainer.network.draft_len} tokens, reads the
   target's hidden states {list(trainer.network.needs)} (0: embeddings, i + 1: after layer i)
-- data: prompts {source}; {len(texts)} answers of the target, {own_tokens(texts):,} tokens{heat}
-- plan: {settings}; {trainer.step} steps done
-- made {provenance.now()} on {gpu or provenance.machine()["cpu"]},
-  slipstream {provenance.versions()["slipstream"]}
+- data: {record["data"]}, {record["tokens"]:,} tokens
+- recipe: {settings}
+- made {record["time"]} on {record["hardware"]}, slipstream {record["slipstream"]}
 
 Acceptance by position, teacher-forced, greedy, {what} texts
-({found.tokens_per_step:.2f} tokens per step):
+({record["tokens_per_step"]:.2f} tokens per step):
 
 | {positions} |
-|{"---|" * len(found.by_position)}
+|{"---|" * len(record["by_position"])}
 | {shares} |
 """

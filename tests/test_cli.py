@@ -14,7 +14,7 @@ from slipstream.lab.reference import load_reference
 from slipstream.models.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMANDS = ["generate", "grid", "report", "doctor"]
+COMMANDS = ["generate", "grid", "report", "export", "doctor"]
 
 
 def cli(*args, **kwargs):
@@ -68,6 +68,9 @@ def test_generate_reads_standard_input(tiny):
         (["generate", "x", "--dtype", "int3"], 2, "int3"),
         (["grid", "nope"], 2, "spec_quick"),
         (["grid", "spec_tiny", "--prompts", "/nope.jsonl"], 2, "/nope.jsonl"),
+        (["generate", "x", "--drafter", "dspark:0"], 2, "draft_len is '0'"),
+        (["export", "ngram:3", "--out", "x"], 2, "those with: mtp, eagle3"),
+        (["export", "mtp:/nope:2", "--out", "x"], 3, "/nope has no config.json"),
         (["report", "/nope"], 5, "ledger"),
         (["report", "--runs", "/nope"], 2, "no run"),
         (["report", "/nope/result.json"], 5, "/nope/result.json"),

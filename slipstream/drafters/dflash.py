@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from slipstream.drafters import weights
 from slipstream.drafters.lanes import Lane, choose, law_for, pack_lanes
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.errors import InvalidConfig
@@ -140,21 +141,19 @@ class DFlashDrafter:
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> DFlashDrafter:
-    """The drafter of a spec `dflash:PATH:draft_len`.
+    """The drafter of a spec `dflash[:PATH][:draft_len]`.
 
-    Raises `ModelError` for a checkpoint that does not fit the target, `InvalidConfig` for more
-    draft tokens than its block holds.
+    Raises `ModelError` for a checkpoint that does not fit the target and where none ships for it,
+    `InvalidConfig` for more draft tokens than its block holds.
     """
-    if spec.path is None:
-        raise ValueError(f"{spec} has no path")  # parse() never lets one through
-    weights = load_dflash(Path(spec.path).expanduser(), context.target.model)
-    most = weights.config.block_size - 1
+    flash = load_dflash(weights.folder(spec, context), context.target.model)
+    most = flash.config.block_size - 1
     if spec.draft_len > most:
         raise InvalidConfig(
             f"draft_len is {spec.draft_len} in drafter {str(spec)!r}; its block holds {most}."
         )
     return DFlashDrafter(
-        weights,
+        flash,
         spec.draft_len,
         pages=context.pages,
         page_size=context.page_size,

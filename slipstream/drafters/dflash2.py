@@ -8,11 +8,11 @@ one at the request's temperature. What it draws from is the draft law: `TopK`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from slipstream.drafters import weights
 from slipstream.drafters.dflash import DFlashDrafter
 from slipstream.drafters.lanes import Lane, draws
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
@@ -113,14 +113,12 @@ class DFlash2Drafter(DFlashDrafter):
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> DFlash2Drafter:
-    """The drafter of a spec `dflash2:PATH:draft_len`.
+    """The drafter of a spec `dflash2[:PATH][:draft_len]`.
 
-    Raises `ModelError` for a checkpoint that does not fit the target, `InvalidConfig` for more
-    draft tokens than its block holds.
+    Raises `ModelError` for a checkpoint that does not fit the target and where none ships for it,
+    `InvalidConfig` for more draft tokens than its block holds.
     """
-    if spec.path is None:
-        raise ValueError(f"{spec} has no path")  # parse() never lets one through
-    flash2 = load_dflash2(Path(spec.path).expanduser(), context.target.model)
+    flash2 = load_dflash2(weights.folder(spec, context), context.target.model)
     most = flash2.config.flash.block_size - 1
     if spec.draft_len > most:
         raise InvalidConfig(

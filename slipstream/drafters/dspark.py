@@ -7,10 +7,9 @@ would be drawn, so it cannot bias the output.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
+from slipstream.drafters import weights
 from slipstream.drafters.dflash import DFlashDrafter
 from slipstream.drafters.lanes import Lane, choose
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
@@ -70,14 +69,12 @@ class DSparkDrafter(DFlashDrafter):
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> DSparkDrafter:
-    """The drafter of a spec `dspark:PATH:draft_len,stop=...`.
+    """The drafter of a spec `dspark[:PATH][:draft_len],stop=...`.
 
-    Raises `ModelError` for a checkpoint that does not fit the target, `InvalidConfig` for more
-    draft tokens than its block holds.
+    Raises `ModelError` for a checkpoint that does not fit the target and where none ships for it,
+    `InvalidConfig` for more draft tokens than its block holds.
     """
-    if spec.path is None:
-        raise ValueError(f"{spec} has no path")  # parse() never lets one through
-    spark = load_dspark(Path(spec.path).expanduser(), context.target.model)
+    spark = load_dspark(weights.folder(spec, context), context.target.model)
     most = spark.config.draft_len
     if spec.draft_len > most:
         raise InvalidConfig(

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import sys
 from functools import cache
-from pathlib import Path
 
+from slipstream.drafters import weights
 from slipstream.drafters.chain import ChainDrafter, chain
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.models.eagle3 import load_eagle3
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> ChainDrafter:
-    """The drafter of a spec `eagle3:PATH:draft_len,layer_ids=...`; says which layers it reads.
+    """The drafter of a spec `eagle3[:PATH][:draft_len],layer_ids=...`; says which layers it reads.
 
-    Raises `ModelError` for a checkpoint that does not fit the target.
+    Raises `ModelError` for a checkpoint that does not fit the target, and where none ships for it.
     """
-    if spec.path is None:
-        raise ValueError(f"{spec} has no path")  # parse() never lets one through
-    weights = load_eagle3(
-        Path(spec.path).expanduser(), context.target.model, layer_ids=spec.choice("layer_ids")
-    )
-    _say(weights.config.layers)
-    return chain(weights, spec, context)
+    folder, reading = weights.folder(spec, context), spec.choice("layer_ids")
+    head = load_eagle3(folder, context.target.model, layer_ids=reading)
+    _say(head.config.layers)
+    return chain(head, spec, context)
 
 
 @cache

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from slipstream.drafters import weights
 from slipstream.drafters.chain import ChainDrafter, chain
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.models.mtp import load_mtp
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> ChainDrafter:
-    """The drafter of a spec `mtp:PATH:draft_len`.
+    """The drafter of a spec `mtp[:PATH][:draft_len]`.
 
-    Raises `ModelError` for a checkpoint that does not fit the target.
+    Raises `ModelError` for a checkpoint that does not fit the target, and where none ships for it.
     """
-    if spec.path is None:
-        raise ValueError(f"{spec} has no path")  # parse() never lets one through
-    return chain(load_mtp(Path(spec.path).expanduser(), context.target.model), spec, context)
+    return chain(load_mtp(weights.folder(spec, context), context.target.model), spec, context)

@@ -48,6 +48,7 @@ class Option:
 class Method:
     """A registered drafter. `factory` is `module:function` with the signature
     `(DrafterSpec, DrafterContext) -> Drafter`. `draft_len` 0 means that the method takes none.
+    `ships`: without a path the weights are those that ship for the target (`drafters.weights`).
     `ordered` names pairs of options whose first may not exceed its second.
     """
 
@@ -55,13 +56,14 @@ class Method:
     factory: str
     draft_len: int
     takes_path: bool = False
+    ships: bool = False
     options: tuple[Option, ...] = ()
     ordered: tuple[tuple[str, str], ...] = ()
 
     @property
     def usage(self) -> str:
         """The spec's shape, for error sentences."""
-        path = ":PATH" if self.takes_path else ""
+        path = ("[:PATH]" if self.ships else ":PATH") if self.takes_path else ""
         length = "[:draft_len]" if self.draft_len else ""
         options = "".join(f"[,{o.key}=...]" for o in self.options)
         return f"{self.name}{path}{length}{options}"
@@ -105,12 +107,14 @@ METHODS: dict[str, Method] = {
             factory="slipstream.drafters.mtp:create",
             draft_len=2,
             takes_path=True,
+            ships=True,
         ),
         Method(
             name="eagle3",
             factory="slipstream.drafters.eagle3:create",
             draft_len=4,
             takes_path=True,
+            ships=True,
             options=(Option("layer_ids", "auto", choices=("auto", "boundaries", "outputs")),),
         ),
         Method(
@@ -118,18 +122,21 @@ METHODS: dict[str, Method] = {
             factory="slipstream.drafters.dflash:create",
             draft_len=7,
             takes_path=True,
+            ships=True,
         ),
         Method(
             name="dflash2",
             factory="slipstream.drafters.dflash2:create",
             draft_len=7,
             takes_path=True,
+            ships=True,
         ),
         Method(
             name="dspark",
             factory="slipstream.drafters.dspark:create",
             draft_len=7,
             takes_path=True,
+            ships=True,
             options=(Option("stop", 0.0, 0.0, 1.0),),
         ),
     )
@@ -139,7 +146,8 @@ METHODS: dict[str, Method] = {
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
     """A checked spec with every default filled in. `str(spec)` is its canonical text, and
-    `parse(str(spec)) == spec`.
+    `parse(str(spec)) == spec`. `path` is None for methods without weights and for the weights that
+    ship.
     """
 
     method: str
@@ -246,7 +254,7 @@ def _split(method: Method, rest: str, spec: str) -> tuple[str, list[tuple[str, s
 
 def _path_and_length(method: Method, head: str, spec: str) -> tuple[str | None, int]:
     """`head` is empty or begins with a colon."""
-    if not method.takes_path:
+    if not method.takes_path or (method.ships and re.fullmatch(r"(?::[+-]?\d+)?", head)):
         return None, _draft_len(method, head, spec)
     path, colon, last = head[1:].rpartition(":")
     if not colon or not re.fullmatch(r"[+-]?\d+", last):

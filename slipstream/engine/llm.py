@@ -14,7 +14,8 @@ import torch
 
 from slipstream.cache.pages import PageTable
 from slipstream.control.static import StaticController
-from slipstream.drafters.specs import DrafterContext, build
+from slipstream.drafters import weights
+from slipstream.drafters.specs import DrafterContext, build, parse
 from slipstream.engine.engine import Engine, StepOutput
 from slipstream.errors import InvalidConfig, InvalidRequest, ModelError
 from slipstream.models.loading import EMBEDDED, LoadedModel, load
@@ -37,7 +38,8 @@ class LLM:
     """A model, a drafter and an engine.
 
     `model`: "smollm2-135m" (embedded), a local Hugging Face directory or a GGUF file.
-    `drafter`: a spec such as "none", "ngram:3", "suffix", "draft_model:PATH:4".
+    `drafter`: a spec such as "none", "ngram:3", "suffix", "mtp:2" (weights that ship for the
+    model) or "mtp:PATH:2"; `drafter_weights` is then the digest of its weights, else None.
     `kv_tokens`: positions the paged cache holds, all users together (default: what the users can
     need, within half of the free memory). `dtype`: bfloat16 (default) or float32; a `LoadedModel`
     brings its own, and its device. `device`: cpu, cuda or cuda:N (default: cuda where there is
@@ -90,7 +92,9 @@ class LLM:
         )
         tokens = kv_tokens or _default_kv_tokens(self.loaded, max_users)
         context = replace(context, pages=-(-tokens // context.page_size))
-        self.drafter = build(drafter, context=context)
+        spec = parse(drafter)
+        self.drafter = build(spec, context=context)
+        self.drafter_weights = weights.fingerprint(spec, context)
         self.engine = self._build_engine(context)
 
     def _build_engine(self, context: DrafterContext) -> Engine:

@@ -15,7 +15,12 @@ from torch import Tensor
 
 from slipstream.errors import ModelError
 from slipstream.models.config import ModelConfig, from_hf
-from slipstream.models.dense import Model, build, expected_shapes
+from slipstream.models.dense import Model, build, expected_shapes, head_rows
+from slipstream.models.int8_rows import Memory, plain_handles
+from slipstream.models.reduced import check_mapping, target_ids
+
+TARGET_HEAD = "target"
+"""In a drafter's config, `slipstream.head`: its reduced head is the target's rows, not stored."""
 
 _SAMPLES, _SAMPLE_BYTES = 256, 1 << 16
 
@@ -60,10 +65,12 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 @contextmanager
-def opened(directory: Path) -> Iterator[dict[str, Any]]:
+def opened(directory: Path, *, target: Model | None = None) -> Iterator[dict[str, Any]]:
     """The open safetensors handle of every tensor of a directory, by name.
 
-    Raises `ModelError` on a file that is missing, corrupt or truncated.
+    What our drafters store in fewer bytes reads as if published: int8 rows (`models.int8_rows`)
+    as plain weights, and a reduced head that is the `target`'s as its rows. Raises `ModelError` on
+    a file that is missing, corrupt or truncated.
     """
     with ExitStack() as stack:
         handles: dict[str, Any] = {}
@@ -75,7 +82,22 @@ def opened(directory: Path) -> Iterator[dict[str, Any]]:
                     f"{path} is corrupt or truncated ({error}); download it again."
                 ) from error
             handles |= dict.fromkeys(handle.keys(), handle)
-        yield handles
+        own = own_config(directory)
+        found = plain_handles(handles, own.get("storage"), directory)
+        if target is not None and own.get("head") == TARGET_HEAD and "d2t" in found:
+            d2t = found["d2t"].get_tensor("d2t")
+            check_mapping(d2t, None, target.config.vocab_size, str(directory))
+            ids = target_ids(d2t)
+            found["lm_head.weight"] = Memory(head_rows(target, ids.to(target.device)))
+        yield found
+
+
+def own_config(directory: Path) -> dict[str, Any]:
+    """What Slipstream itself wrote into a folder's config; empty for published checkpoints."""
+    own = read_json(directory / "config.json").get("slipstream", {})
+    if not isinstance(own, dict):
+        raise ModelError(f"{directory} has slipstream = {own!r} in its config; it must be a table.")
+    return own
 
 
 def load_directory(

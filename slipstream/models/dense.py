@@ -103,6 +103,19 @@ def build(
     )
 
 
+def head_rows(model: Model, ids: Tensor) -> Tensor:
+    """The head's plain rows [len(ids), hidden] of token ids int64.
+
+    A packed head is opaque, so that of an untied model is asked what it makes of unit vectors:
+    products with one term are exact. A few at a time, for [hidden, vocab] may not fit.
+    """
+    if model.config.tied:
+        return model.embedding[ids]
+    units = torch.eye(model.config.hidden_size, dtype=model.dtype, device=model.device)
+    columns = [linear(part.contiguous(), model.head)[:, ids] for part in units.split(64)]
+    return torch.cat(columns).t().contiguous()
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of `config` must hold."""
     c = config

@@ -188,7 +188,7 @@ def read_tensors(
             f"{folder} brings an embedding of its mask token (mask_embedding.pt); it is not read."
         )
     spare = (*SPARE, *SHARED)
-    with opened(folder) as handles:
+    with opened(folder, target=target) as handles:
         names = {plain_name(name): name for name in handles}
         shapes = {n: tuple(handles[o].get_slice(o).get_shape()) for n, o in names.items()}
         compare_tensors(shapes, expected, source=str(folder), what=what, spare=spare)

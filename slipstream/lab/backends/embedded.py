@@ -51,7 +51,7 @@ class Embedded:
             raise InvalidConfig(f"The embedded engine serves 1 to {MAX_USERS} users, not {users}.")
         shared = {"max_users": users, "kv_tokens": kv_tokens, "prefix_cache": True}
         self._arms = {arm: self._base.fork(arm, **shared) for arm in arms}
-        return {arm: {"drafter": llm.drafter.name, **shared} for arm, llm in self._arms.items()}
+        return {arm: _settings(llm, shared) for arm, llm in self._arms.items()}
 
     def count_tokens(self, text: str) -> int:
         """Tokens of plain text, without special ones."""
@@ -90,6 +90,16 @@ class Embedded:
     def close(self) -> None:
         """Let the engines' caches go."""
         self._arms = {}
+
+
+def _settings(llm: LLM, shared: dict[str, Any]) -> dict[str, Any]:
+    """An arm's resolved settings. A path does not say which weights lay there, so their digest
+    does: a run whose drafter was trained again is not gone on with.
+    """
+    own = {"drafter": llm.drafter.name}
+    if llm.drafter_weights is not None:
+        own["weights"] = llm.drafter_weights
+    return own | shared
 
 
 def _tiny(dtype: str) -> LoadedModel:
