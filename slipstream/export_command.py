@@ -36,7 +36,7 @@ def run_export(drafter: str, *, out: Path, model: str, compact: bool, say: Say) 
     else:
         write_published(source, out, method=spec.method, target=llm.loaded.model)
     for name in (CARD, TRAINING):
-        if (source / name).is_file() and not (out / name).exists():
+        if (source / name).is_file():  # also over those of weights that lay there before
             shutil.copyfile(source / name, out / name)
     llm.fork(str(replace(spec, path=str(out))))  # what was written is what loads
     form = "int8 rows" if compact else "bfloat16, as published"

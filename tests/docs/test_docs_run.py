@@ -7,12 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.drafters.specs import METHODS
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 RUNNABLE = [p for p in PAGES if p.exists() and BLOCK.search(p.read_text(encoding="utf-8"))]
 
 
+@pytest.fixture
+def registry():
+    """Takes out what a page registers: its module is gone after the test."""
+    before = dict(METHODS)
+    yield
+    METHODS.clear()
+    METHODS.update(before)
+
+
+@pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize("page", RUNNABLE, ids=lambda p: p.name)
 def test_python_blocks_run(page, monkeypatch):
     name = "docs_" + re.sub(r"\W", "_", page.stem)

@@ -306,9 +306,8 @@ def attend(
 
     `qkv` [tokens, (queries + 2 * kv) * dim], its queries rotated; `storage` [slots, 2 * kv, dim],
     this forward's keys and values already in it. A query sees positions up to its own, with
-    `window` only the last so many of them; without `causal` it sees its row to
-    the end. `sinks` [queries]: logits that take part in the softmax and have no value (Xiao et al.
-    2024; gpt-oss).
+    `window` only the last so many of them; without `causal` it sees its row to the end. `sinks`
+    [queries]: logits that take part in the softmax and have no value (Xiao et al. 2024; gpt-oss).
     """
     kv, dim = storage.shape[1] // 2, storage.shape[2]
     queries = qkv.shape[1] // dim - 2 * kv
