@@ -33,7 +33,11 @@ from slipstream.train.recipe import (
     target_logits,
 )
 
-_ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_ATTENTION = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 """cuDNN's attention plans anew for every shape, half a second a step of texts of all lengths."""
 
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
