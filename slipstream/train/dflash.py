@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slipstream.errors import InvalidConfig
 from slipstream.models.config import ModelConfig, from_hf
@@ -31,6 +32,13 @@ from slipstream.train.recipe import (
     target_law,
     target_logits,
 )
+
+_ATTENTION = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""cuDNN's attention plans anew for every shape, half a second a step of texts of all lengths."""
 
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 """The paper's decay of the loss along a block, by block size."""
@@ -211,12 +219,13 @@ class DFlashNetwork:
         q = self._heads(normed @ get("self_attn.q_proj").t(), own, get("self_attn.q_norm"))
         k = self._heads(both @ get("self_attn.k_proj").t(), rope, get("self_attn.k_norm"))
         v = (both @ get("self_attn.v_proj").t()).view(*both.shape[:2], -1, c.head_dim).to(q.dtype)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.repeat_interleave(c.group, 2).transpose(1, 2),
-            v.repeat_interleave(c.group, 2).transpose(1, 2),
-            attn_mask=seen,
-        )
+        with sdpa_kernel(_ATTENTION):
+            out = F.scaled_dot_product_attention(
+                q.transpose(1, 2),
+                k.repeat_interleave(c.group, 2).transpose(1, 2),
+                v.repeat_interleave(c.group, 2).transpose(1, 2),
+                attn_mask=seen,
+            )
         return out.transpose(1, 2).flatten(2) @ get("self_attn.o_proj").t()
 
     def _gated(self, i: int, normed: Tensor) -> Tensor:
