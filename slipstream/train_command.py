@@ -145,10 +145,13 @@ def _record(order: Order, plan: Plan, trainer: Trainer, texts: list[Text]) -> di
         kinds = Counter(t.kind for t in texts)
         source, heat = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())), ""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    settings = {key: value for key, value in asdict(plan).items() if value is not None}
+    if plan.minutes is not None:
+        del settings["steps"]  # not what ended it
     return {
         "data": f"prompts {source}; {len(texts)} answers of the target{heat}",
         "tokens": own_tokens(texts),
-        "recipe": {"name": order.recipe, **asdict(plan), "steps done": trainer.step},
+        "recipe": {"name": order.recipe, **settings, "steps done": trainer.step},
         "command": shlex.join(["slipstream", *sys.argv[1:]]),
         "seed": plan.seed,
         "hardware": gpu or provenance.machine()["cpu"],

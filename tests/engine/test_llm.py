@@ -98,7 +98,7 @@ def test_absurd_sampling_values_are_refused_with_the_value_and_the_range(values)
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"max_users": 65}, "65"),
+        ({"max_users": 257}, "257; allowed: 1 to 256"),
         ({"prefill_chunk": 0}, "prefill_chunk"),
         ({"threads": 0}, "threads"),
         ({"kv_tokens": 0}, "kv_tokens"),

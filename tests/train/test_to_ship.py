@@ -1,0 +1,71 @@
+"""From texts on disk to the small folder that ships, by the two commands, for every recipe."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from slipstream.cli import app
+from slipstream.drafters import weights
+from slipstream.engine import LLM
+from slipstream.lab.cards import NEEDED, TRAINING, read_record
+from slipstream.models.loading import load
+from slipstream.models.tiny import save_tiny
+from slipstream.train.data import own_answers
+from slipstream.train.recipes import RECIPES
+from slipstream.train.shards import write_shard
+from slipstream.types import SamplingParams
+
+torch.set_num_threads(1)
+ANSWER = SamplingParams(max_tokens=24, ignore_eos=True)
+MORE = {
+    "mtp": ["--soft", "--optimizer", "muon"],
+    "eagle3": ["--draft-vocab", "100"],
+    "dflash": ["--soft", "--inner", "64", "--taps", "2"],
+    "dflash2": ["--soft", "--rank", "8", "--taps", "2"],
+    "dspark": ["--markov", "gated", "--rank", "8", "--taps", "2"],
+}
+
+
+def command(*words):
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A saved target beside its own texts."""
+    folder = tmp_path_factory.mktemp("work")
+    save_tiny(folder / "target", num_hidden_layers=4)
+    loaded = load(folder / "target", dtype=torch.float32)
+    prompts = [list(range(i, i + 8)) for i in range(20, 32)]
+    texts = own_answers(LLM(loaded), prompts, ANSWER)
+    write_shard(folder / "texts", "texts-0", texts, target=loaded.fingerprint, more={})
+    return folder
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_was_trained_on_texts_ships(recipe, target, tmp_path, monkeypatch):
+    model, out, shipped = target / "target", tmp_path / "out", tmp_path / "shipped"
+    sizes = ("--batch", 2, "--anchors", 4, "--minutes", 0.02, "--device", "cpu")
+    given = ("train", recipe, "--target", model, "--texts", target / "texts", "--out", out)
+    said = command(*given, *sizes, *MORE[recipe])
+    assert "12 texts, 288 tokens of the target's own." in said
+    monkeypatch.setattr(weights, "SHIPPED", shipped)
+    small = shipped / "tiny" / recipe
+    stale = small / TRAINING
+    small.mkdir(parents=True)
+    stale.write_text("{}")  # of weights that lay there before
+    command("export", f"{recipe}:{out}", "--model", model, "--compact", "--out", small)
+    record = read_record(small / TRAINING, NEEDED)
+    assert record == read_record(out / TRAINING)
+    assert record["tokens"] == 288
+    assert record["recipe"]["minutes"] == 0.02
+    assert record["recipe"]["steps done"] > 0
+    assert "steps" not in record["recipe"]
+    arm = LLM(str(model), dtype="float32", drafter=f"{recipe}:3")
+    plain = arm.fork("none")
+    work = [list(range(24, 32)), [5, 6, 7]]
+    done = arm.generate(work, ANSWER)
+    assert [c.token_ids for c in done] == [c.token_ids for c in plain.generate(work, ANSWER)]
+    assert sum(r.drafted for c in done for r in c.records) > 0
