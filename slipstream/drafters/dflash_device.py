@@ -15,16 +15,13 @@ from torch.nn import functional as F
 
 from slipstream.models.config import ModelConfig
 from slipstream.models.cuda.attention import Tiles
-from slipstream.models.cuda.launch import tried
 from slipstream.models.cuda.layers import Flat, logits, product, run_layers
-from slipstream.models.cuda.norm import add_norm, rms_norm
+from slipstream.models.cuda.norm import rms_norm
 from slipstream.models.cuda.rope import rotate_and_store
-from slipstream.models.cuda.wide import cut_for, partial_products
 from slipstream.models.dense import Model
 from slipstream.models.linear import Linear
 from slipstream.models.shapes import random_model
 from slipstream.sampling.fused import Chooser
-from slipstream.sampling.likeliest import Likeliest
 from slipstream.target.device import scratch_of, splits_for
 from slipstream.target.graphs import Step
 from slipstream.target.slots import prepare
@@ -72,22 +69,6 @@ def _draft_config(config: ModelConfig, layers: int) -> ModelConfig:
     return replace(config, num_layers=layers, rope=(True,) * layers, windows=(None,) * layers)
 
 
-def _as_one(storage: list[Tensor]) -> Tensor | None:
-    """The layers' storage as one [layers, slots, 2 * kv, dim]; None where it does not lie so."""
-    first, size = storage[0], storage[0].numel() * storage[0].element_size()
-    start = first.data_ptr()
-    if any(s.data_ptr() != start + i * size for i, s in enumerate(storage)):
-        return None
-    return first.as_strided((len(storage), *first.shape), (first.numel(), *first.stride()))
-
-
-def _norms_of(weights: DFlashWeights) -> Tensor | None:
-    """Key norms of all layers, [layers, kv, dim], None where there are none."""
-    heads = weights.model.config.num_heads
-    norms = [w.qk_norm[heads:] for w in weights.model.layers if w.qk_norm is not None]
-    return torch.stack(norms) if norms else None
-
-
 class DFlashPass:
     """The drafting of a step for `rows` rows: `draft_len` tokens each, greedy."""
 
@@ -105,13 +86,7 @@ class DFlashPass:
         self._positions = torch.zeros(count, dtype=torch.int32, device=device)
         self._cells = torch.zeros(count, dtype=torch.int32, device=device)
         self._first = torch.zeros(rows, dtype=torch.int32, device=device)
-        vocab = weights.model.config.vocab_size
-        self._chooser = Chooser(rows, width, vocab=vocab, device=device)
-        self._likeliest = Likeliest(rows, width, vocab=vocab, device=device)
-        self._zeros = torch.zeros(
-            count, weights.norm.shape[0], dtype=weights.norm.dtype, device=device
-        )
-        self._whole, self._norms = _as_one(storage), _norms_of(weights)
+        self._chooser = Chooser(rows, width, vocab=weights.model.config.vocab_size, device=device)
         self._splits = splits_for(rows * weights.model.config.num_kv_heads, device)
 
     def enqueue(self, step: Step) -> None:
@@ -122,22 +97,11 @@ class DFlashPass:
     def _take_in(self, step: Step) -> None:
         """Keys and values of the positions the target saw last; rejected ones are overwritten."""
         w, config = self._weights, self._weights.model.config
-        context = self._context(step.features.flatten(1))
+        features = step.features.flatten(1)
+        fused = product(features, w.fc.weight, w.fc.bias)
+        context = rms_norm(fused, w.norm, config.norm_eps)
         tables = w.model.rope.tables(config.max_context)
-        product_of_all = product(context, w.kv.weight, w.kv.bias)
-        if self._whole is not None and tried("less"):
-            rotate_and_store(
-                product_of_all,
-                tables,
-                norms=self._norms,
-                eps=w.model.layers[0].attention_norm.eps,
-                positions=step.positions,
-                slots=step.cells,
-                storage=self._whole,
-                kv=config.num_kv_heads,
-            )
-            return
-        fresh = product_of_all.chunk(len(w.model.layers), 1)
+        fresh = product(context, w.kv.weight, w.kv.bias).chunk(len(w.model.layers), 1)
         for layer, kv, storage in zip(w.model.layers, fresh, self._storage, strict=True):
             norms = layer.qk_norm
             rotate_and_store(
@@ -150,15 +114,6 @@ class DFlashPass:
                 storage=storage,
                 kv=config.num_kv_heads,
             )
-
-    def _context(self, features: Tensor) -> Tensor:
-        """The normed fusion of the features, [tokens, hidden]."""
-        w, eps = self._weights, self._weights.model.config.norm_eps
-        cut = cut_for(features, w.fc.weight) if w.fc.bias is None else None
-        if cut is None:
-            return rms_norm(product(features, w.fc.weight, w.fc.bias), w.norm, eps)
-        sums = partial_products(features, w.fc.weight, cut).sums
-        return add_norm(self._zeros[: len(features)], sums, w.norm, eps).scaled
 
     def _draft(self, step: Step) -> None:
         slots, model = step.slots, self._weights.model
@@ -174,9 +129,6 @@ class DFlashPass:
         )
         flat = self._flat(step, rows, width)
         hidden, _ = run_layers(model, F.embedding(self._ids, model.embedding), flat, self._storage)
-        if tried("less"):
-            self._likeliest.draft(logits(model, hidden), drafts=step.drafts, counts=step.counts)
-            return
         best = self._chooser.best(logits(model, hidden)).view(rows, width)
         step.drafts.copy_(best[:, 1:])
         step.counts.fill_(width - 1)

@@ -190,8 +190,9 @@ class _ShapeDFlash(NoneDrafter):
         self.weights = random_weights(target, layers=layers, taps=5, seed=1)
         config = self.weights.model.config
         shape = (slots, 2 * config.num_kv_heads, config.head_dim)
-        whole = torch.zeros((layers, *shape), dtype=target.dtype, device=target.device)
-        self._storage = list(whole.unbind())
+        self._storage = [
+            torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in range(layers)
+        ]
 
     def sized(self, rows: int, device: Any) -> Any:
         from slipstream.drafters.dflash_device import DFlashPass

@@ -41,8 +41,7 @@ class Knobs:
 
 
 @triton.jit
-def peaks_kernel(logits, peaks, ids, vocab, parts, PART: tl.constexpr):
-    """Highest logit and its token in each part of a row."""
+def _peaks_kernel(logits, peaks, ids, vocab, parts, PART: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * PART + tl.arange(0, PART)
     values = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
@@ -238,7 +237,7 @@ def _draw_kernel(
 
 
 @triton.jit
-def best_of(peaks, ids, line, mine, parts, PARTS: tl.constexpr):
+def _best(peaks, ids, line, mine, parts, PARTS: tl.constexpr):
     """Argmax of each of a row's positions, and whether its logits have a law."""
     part = tl.arange(0, PARTS)
     inside = mine[:, None] & (part < parts)[None, :]
@@ -278,7 +277,7 @@ def _accept_kernel(
     place = tl.arange(0, WIDTH_PADDED)
     line = row * WIDTH + place
     mine = place < length
-    choice, sound = best_of(peaks, ids, line, mine, parts, PARTS)
+    choice, sound = _best(peaks, ids, line, mine, parts, PARTS)
     if SAMPLED:  # noqa: SIM102  (one is known to the compiler, one to the device)
         if tl.load(heat + slot) > 0:
             choice = tl.load(chosen + line, mask=mine, other=0)
@@ -349,7 +348,7 @@ class Chooser:
         return self._ids.gather(1, self._peaks.argmax(1, keepdim=True)).squeeze(1)
 
     def _first_pass(self, logits: Tensor) -> None:
-        peaks_kernel[(self._rows * self._width, self._parts)](
+        _peaks_kernel[(self._rows * self._width, self._parts)](
             logits, self._peaks, self._ids, self._vocab, self._parts, PART=PART
         )
 

@@ -9,7 +9,6 @@ import torch
 
 
 from slipstream.models.cuda.attention import Tiles, attend, scratch_for
-from slipstream.models.cuda.gated import Band, gated_product
 from slipstream.models.cuda.linear import Tile, linear, linear_gated, linear_norm
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
@@ -46,40 +45,19 @@ def test_linear(rows, columns, inner, dressed):
     close(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("run", [5, 1, 3, 7])
+@pytest.mark.parametrize("split", [1, 2, 3])
 @pytest.mark.parametrize("rows", [17, 64])
-def test_a_product_in_parts(rows, run):
-    """Runs of steps as long as a tile, shorter, and across tiles: what was written adds up."""
+def test_parts_of_a_product_add_up_in_the_norm(rows, split):
     x, weight = randn(rows, 160, dtype=torch.float32), randn(48, 160, dtype=torch.float32, seed=1)
-    parts = partial_products(x, weight, Cut(16, 32, run, 4, 2))
-    assert (parts.steps, parts.even) == (5, run in (1, 5))
-    found = torch.zeros(rows, 48, dtype=torch.float64)
-    for tile in range(3):
-        first, last = tile * 5 // run, (tile * 5 + 4) // run
-        columns = slice(tile * 16, tile * 16 + 16)
-        found[:, columns] = parts.sums[: last - first + 1, :, columns].double().sum(0)
-        assert last - first < len(parts.sums)
-    close(found, x.double() @ weight.double().t(), 1e-6)
-
-
-@pytest.mark.parametrize("run", [5, 1])
-def test_parts_of_a_product_add_up_in_the_norm(run):
-    x, weight = randn(17, 160, dtype=torch.float32), randn(48, 160, dtype=torch.float32, seed=1)
-    stream, norm = randn(17, 48, dtype=torch.float32, seed=2), randn(48, dtype=torch.float32)
-    parts = partial_products(x, weight, Cut(16, 32, run, 4, 2))
-    total = stream.double() + x.double() @ weight.double().t()
-    found = add_norm(stream, parts.sums, norm, 1e-5)
+    stream, norm = randn(rows, 48, dtype=torch.float32, seed=2), randn(48, dtype=torch.float32)
+    parts = partial_products(x, weight, Cut(32, 32, split, 4, 2))
+    assert parts.shape == (split, rows, 48)
+    product = x.double() @ weight.double().t()
+    close(parts.sum(0), product, 1e-6)
+    found = add_norm(stream, parts, norm, 1e-5)
+    total = stream.double() + product
     close(found.x, total, 1e-6)
     close(found.scaled, total / rms(total) * norm.double(), 1e-6)
-
-
-@pytest.mark.parametrize("more", [False, True])
-@pytest.mark.parametrize("rows", [17, 64])
-def test_gated_product(rows, more):
-    x, weight = randn(rows, 64, dtype=torch.float32), randn(192, 64, dtype=torch.float32, seed=1)
-    found = gated_product(x, weight, Band(32, 32, more, 4, 2))
-    gate, up = (x.double() @ weight.double().t()).chunk(2, -1)
-    close(found, torch.nn.functional.silu(gate) * up, 1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16])
@@ -100,10 +78,10 @@ def test_a_norm_split_over_two_products_is_the_norm(rows):
     close(found, torch.nn.functional.silu(gate) * up, 1e-5)
 
 
-@pytest.mark.parametrize(("late", "run"), [(False, 0), (True, 0), (False, 5), (False, 3)])
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rotated", [False, True])
-def test_rotation_and_the_cache_write(late, run, normed, rotated):
+def test_rotation_and_the_cache_write(late, normed, rotated):
     rows, queries, kv, dim, hidden = 5, 6, 2, 16, 80
     heads = queries + 2 * kv
     x = randn(rows, hidden, dtype=torch.float32)
@@ -129,10 +107,7 @@ def test_rotation_and_the_cache_write(late, run, normed, rotated):
         c, s = cos[positions.long()][:, None], sin[positions.long()][:, None]
         turned = torch.cat((low * c - high * s, high * c + low * s), -1)
         expected[:, : queries + kv] = turned
-    qkv, parts = x @ weight.t(), None
-    if run:
-        parts = partial_products(x, weight, Cut(32, 16, run, 4, 2))
-        qkv = torch.full_like(qkv, torch.nan)
+    qkv = x @ weight.t()
     slots = torch.tensor([9, 0, 4, -1, 2], dtype=torch.int32)
     storage = torch.zeros(10, 2 * kv, dim)
     tables = torch.cat((cos, cos), -1).float(), torch.cat((-sin, sin), -1).float()
@@ -147,7 +122,6 @@ def test_rotation_and_the_cache_write(late, run, normed, rotated):
         kv=kv,
         source=stream,
         bias=bias if late else None,
-        parts=parts,
     )
     close(qkv.view(rows, heads, dim)[:, :queries], expected[:, :queries], 1e-5)
     kept = torch.zeros_like(storage).double()
@@ -251,24 +225,3 @@ def test_attention_over_ragged_batches(seed, splits, kind):
     assert not scratch.tickets.any()  # ready for the next launch
     expected = reference(qkv, storage, rows, kv=kv, page_size=page_size, **options)
     close(out, expected, 1e-5)
-
-
-def test_layers_side_by_side_are_the_same_as_one_by_one():
-    tokens, kv, dim, layers = 5, 2, 16, 3
-    qkv = randn(tokens, layers * 2 * kv * dim, dtype=torch.float32)
-    norms = randn(layers, kv, dim, dtype=torch.float32, seed=1)
-    angles = torch.rand(40, dim // 2)
-    cos, sin = angles.cos(), angles.sin()
-    where = {
-        "eps": 1e-5,
-        "positions": torch.tensor([3, 4, 39, 0, 7], dtype=torch.int32),
-        "slots": torch.tensor([9, 0, 4, -1, 2], dtype=torch.int32),
-        "kv": kv,
-    }
-    tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-    whole, single = torch.zeros(2, layers, 10, 2 * kv, dim)
-    rotate_and_store(qkv, tables, norms=norms, storage=whole, **where)
-    for part, norm, storage in zip(qkv.chunk(layers, 1), norms, single):
-        rotate_and_store(part, tables, norms=norm, storage=storage, **where)
-    assert single.abs().sum() > 0
-    assert torch.equal(whole, single)

@@ -10,7 +10,6 @@ import triton.language as tl
 
 from slipstream.sampling import fused
 from slipstream.sampling.fused import BROKEN, SKIPPED, Chooser, Knobs
-from slipstream.sampling.likeliest import Likeliest
 from slipstream.sampling.probs import draw, truncate
 from slipstream.sampling.uniforms import Purpose, Uniforms
 from slipstream.types import SamplingParams
@@ -372,14 +371,3 @@ def test_forced_acceptance_stops_at_what_was_drafted():
     table.length[table.slot_of] = [2, 0]
     result = table.step(None, np.full(8, 9), forced=3.0)
     assert [row[:2] for row in result] == [[1, 1], [-1, SKIPPED]]
-
-
-def test_drafts_are_the_likeliest_tokens_behind_the_first():
-    rows, width, vocab = 3, 4, 9000
-    logits = torch.randn(rows * width, vocab, generator=torch.Generator().manual_seed(3))
-    likeliest = Likeliest(rows, width, vocab=vocab, device=logits.device)
-    drafts = torch.full((rows, width - 1), -7, dtype=torch.int32)
-    counts = torch.zeros(rows, dtype=torch.int32)
-    likeliest.draft(logits, drafts=drafts, counts=counts)
-    assert torch.equal(drafts, logits.argmax(1).view(rows, width)[:, 1:].int())
-    assert counts.tolist() == [width - 1] * rows

@@ -9,19 +9,17 @@ ordered (group, kv_head), as everywhere here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.models.cuda.launch import overlap, read_ahead, tried, wait
-from slipstream.models.cuda.reading import Reading, reading_for
+from slipstream.models.cuda.launch import overlap, wait
 
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
-_GROUP_ROWS = 64  # that four warps multiply at once
 _FEW_SPLITS = 8
 """So many partial results are merged by one program as fast as a launch takes."""
 
@@ -89,9 +87,9 @@ def _attend_kernel(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    wait(PDL)
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_row + tile)
     first = tl.load(tile_first + tile)
@@ -112,14 +110,6 @@ def _attend_kernel(
     reach = tl.cdiv(tl.cdiv(end - begin, SPLITS), BLOCK_T) * BLOCK_T
     low = begin + split * reach
     high = tl.minimum(low + reach, end)
-    table = pages + row.to(tl.int64) * pages_width
-    if AHEAD:
-        soon = low + tl.arange(0, AHEAD)
-        soon_at = tl.load(table + soon // PAGE, mask=soon < high, other=0).to(tl.int64) * PAGE
-        first_key = storage + ((soon_at + soon % PAGE) * 2 * kv + head) * DIM
-        read_ahead(first_key, DIM * 2)
-        read_ahead(first_key + kv * DIM, DIM * 2)
-    wait(PDL)
     flat = (tl.load(row_token + row) + token).to(tl.int64)
     width = (queries + 2 * kv) * DIM
     q = tl.load(
@@ -130,6 +120,7 @@ def _attend_kernel(
     peak = tl.full((BLOCK_M,), -1.0e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, DIM), tl.float32)
+    table = pages + row.to(tl.int64) * pages_width
     for at in range(low, high, BLOCK_T):
         spot = at + tl.arange(0, BLOCK_T)
         there = spot < high
@@ -164,8 +155,7 @@ def _attend_kernel(
         tl.store(part_sums + cell * 2, peak)
         tl.store(part_sums + cell * 2 + 1, total)
         if low < high:
-            part = part_out + cell[:, None] * DIM + dim[None, :]
-            tl.store(part, acc, mask=alive[:, None])
+            tl.store(part_out + cell[:, None] * DIM + dim[None, :], acc)
         last = False
         if MERGED:
             tl.debug_barrier()  # the whole program has stored before its ticket is taken
@@ -178,13 +168,15 @@ def _attend_kernel(
                 )
     if last:
         if SINKS:
-            sink = tl.load(sinks + query_head, mask=alive, other=0.0).to(tl.float32)
-            sink = sink * 1.4426950408889634
+            sink = (
+                tl.load(sinks + query_head, mask=alive, other=0.0).to(tl.float32)
+                * 1.4426950408889634
+            )
             higher = tl.maximum(peak, sink)
             acc = acc * tl.exp2(peak - higher)[:, None]
             total = total * tl.exp2(peak - higher) + tl.exp2(sink - higher)
         mean = acc / tl.where(total > 0, total, 1.0)[:, None]
-        target = out + (flat * queries + query_head)[:, None] * DIM + dim[None, :]
+        target = out + flat[:, None] * queries * DIM + query_head[:, None] * DIM + dim[None, :]
         tl.store(target, mean.to(out.dtype.element_ty), mask=alive[:, None])
 
 
@@ -273,6 +265,21 @@ def _merge_kernel(
     tl.store(target, mean.to(out.dtype.element_ty), mask=alive[:, None])
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Positions a program reads at once, how many such reads are in flight, and its warps."""
+
+    positions: int
+    stages: int
+    warps: int = 4
+
+
+def reading_for(splits: int, block: int) -> Reading:
+    """Measured on one NVIDIA H200 (docs/gpu.md): many programs take small bites, few large ones."""
+    shape = Reading(32, 5, 2) if splits <= 4 else Reading(64, 2)
+    return shape if block <= 32 else replace(shape, warps=8 if block >= 128 else 4)
+
+
 def block_rows(tokens: int, group: int) -> int:
     """(token, query head) pairs a tile of so many tokens is padded to."""
     return max(16, triton.next_power_of_2(tokens * group))
@@ -282,8 +289,7 @@ def scratch_for(
     tiles: int, *, kv: int, dim: int, group: int, tokens: int, splits: int, device: torch.device
 ) -> Scratch:
     """Room for the partial results of one layer's attention; layers may share it."""
-    rows = max(_GROUP_ROWS, block_rows(tokens, group))
-    shape = (tiles, kv, splits, rows) if splits > 1 else (1, 1, 1, 1)
+    shape = (tiles, kv, splits, block_rows(tokens, group)) if splits > 1 else (1, 1, 1, 1)
     return Scratch(
         torch.empty((*shape, dim), dtype=torch.float32, device=device),
         torch.empty((*shape, 2), dtype=torch.float32, device=device),
@@ -306,16 +312,16 @@ def attend(
 
     `qkv` [tokens, (queries + 2 * kv) * dim], its queries rotated; `storage` [slots, 2 * kv, dim],
     this forward's keys and values already in it. A query sees positions up to its own, with
-    `window` only the last so many of them; without `causal` it sees its row to the end. `sinks`
-    [queries]: logits that take part in the softmax and have no value (Xiao et al. 2024; gpt-oss).
+    `window` only the last so many of them; without `causal` it sees its row to
+    the end. `sinks` [queries]: logits that take part in the softmax and have no value (Xiao et al.
+    2024; gpt-oss).
     """
     kv, dim = storage.shape[1] // 2, storage.shape[2]
     queries = qkv.shape[1] // dim - 2 * kv
     group, single = queries // kv, qkv.dtype == torch.float32
-    block, shape = _shape(tiles, group, single=single)
+    block = block_rows(tiles.tokens, group)
     out = qkv.new_empty(len(qkv), queries * dim)
-    early = overlap(qkv)
-    ahead = 32 * shape.warps if early["PDL"] and tried("att") and tiles.splits <= 4 else 0
+    shape = Reading(32, 2) if single else reading_for(tiles.splits, block)
     _attend_kernel[(tiles.row.shape[0], kv, tiles.splits)](
         qkv,
         storage,
@@ -329,7 +335,8 @@ def attend(
         tiles.token,
         tiles.pages,
         tiles.pages.shape[1],
-        *(queries, kv),
+        queries,
+        kv,
         LOG2E / dim**0.5,
         window or 0,
         PAGE=page_size,
@@ -343,30 +350,19 @@ def attend(
         WINDOWED=window is not None,
         SINKS=sinks is not None,
         PRECISION="ieee" if single else "tf32",
-        AHEAD=ahead,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        **early,
+        **overlap(qkv),
     )
     if tiles.splits > _FEW_SPLITS:
-        _merge(scratch, tiles, out, block=block, kv=kv, sinks=sinks)
+        _merge(scratch, tiles, out, kv=kv, group=group, sinks=sinks)
     return out
 
 
-def _shape(tiles: Tiles, group: int, *, single: bool) -> tuple[int, Reading]:
-    """Rows that a tile is padded to, and how it reads."""
-    block = block_rows(tiles.tokens, group)
-    if single:
-        return block, Reading(32, 2)
-    if tried("wg") and block == 32 and tiles.splits <= 4:
-        return _GROUP_ROWS, Reading(32, 5) if tried("wg32") else Reading(64, 3)
-    return block, reading_for(tiles.splits, block)
-
-
 def _merge(
-    scratch: Scratch, tiles: Tiles, out: Tensor, *, block: int, kv: int, sinks: Tensor | None
+    scratch: Scratch, tiles: Tiles, out: Tensor, *, kv: int, group: int, sinks: Tensor | None
 ) -> None:
-    group, dim = out.shape[1] // scratch.out.shape[4] // kv, scratch.out.shape[4]
+    block, dim = scratch.out.shape[3:]
     padded = triton.next_power_of_2(tiles.splits)
     lanes = max(1, min(triton.next_power_of_2(tiles.tokens * group), 32 // padded))
     _merge_kernel[(tiles.row.shape[0], kv, triton.cdiv(tiles.tokens * group, lanes))](

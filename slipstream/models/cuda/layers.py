@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.models.cuda.attention import Scratch, Tiles, attend
-from slipstream.models.cuda.gated import band_for, gated_product
 from slipstream.models.cuda.linear import FEW_ROWS, Normed, linear, linear_gated, linear_norm
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
@@ -109,13 +108,7 @@ def few(x: Tensor) -> bool:
 def _attention(model: Model, index: int, stream: Normed, flat: Flat, storage: Tensor) -> Tensor:
     config, layer = model.config, model.layers[index]
     late = stream.squares is not None  # the bias comes after the factor that is still due
-    cut = cut_for(stream.scaled, layer.qkv.weight) if layer.qkv.bias is None else None
-    parts = None
-    if cut is not None:
-        parts = partial_products(stream.scaled, layer.qkv.weight, cut)
-        qkv = stream.scaled.new_empty(len(stream.scaled), len(layer.qkv.weight))
-    else:
-        qkv = product(stream.scaled, layer.qkv.weight, None if late else layer.qkv.bias)
+    qkv = product(stream.scaled, layer.qkv.weight, None if late else layer.qkv.bias)
     rotate_and_store(
         qkv,
         model.rope.tables(config.max_context) if layer.rope else None,
@@ -127,7 +120,6 @@ def _attention(model: Model, index: int, stream: Normed, flat: Flat, storage: Te
         kv=config.num_kv_heads,
         source=stream if late else None,
         bias=layer.qkv.bias if late else None,
-        parts=parts,
     )
     return attend(
         qkv,
@@ -145,7 +137,7 @@ def _joined(x: Tensor, w: Linear, stream: Normed, norm: Norm) -> Normed:
     if few(x):
         return linear_norm(x, w.weight, w.bias, stream.x, norm.weight)
     cut = cut_for(x, w.weight) if w.bias is None else None
-    delta = partial_products(x, w.weight, cut).sums if cut else F.linear(x, w.weight, w.bias)
+    delta = partial_products(x, w.weight, cut) if cut else F.linear(x, w.weight, w.bias)
     return add_norm(stream.x, delta, norm.weight, norm.eps)
 
 
@@ -153,7 +145,4 @@ def _gated(stream: Normed, layer: Layer) -> Tensor:
     w = layer.gate_up
     if few(stream.scaled):
         return linear_gated(stream, w.weight, w.bias, eps=layer.mlp_norm.eps)
-    band = band_for(stream.scaled, w.weight, w.bias)
-    if band is not None:
-        return gated_product(stream.scaled, w.weight, band)
     return silu_gate(F.linear(stream.scaled, w.weight, w.bias))

@@ -33,11 +33,10 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
-    weights = tl.load(weight + at, mask=inside, other=0.0)
-    wait(PDL)
     values = tl.load(x + row * size + at, mask=inside, other=0.0)
     if ADDED:
         more = tl.zeros((BLOCK,), tl.float32)
@@ -48,6 +47,7 @@ def _norm_kernel(
         tl.store(total + row * size + at, values, mask=inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    weights = tl.load(weight + at, mask=inside, other=0.0)
     tl.store(out + row * size + at, (wide * scale).to(values.dtype) * weights, mask=inside)
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from slipstream.models.cuda.launch import overlap, wait
 from slipstream.models.cuda.linear import Normed
 from slipstream.models.cuda.norm import inverse_rms
-from slipstream.models.cuda.wide import Parts
 
 
 @triton.jit
@@ -23,16 +22,12 @@ def _rope_kernel(
     storage,
     bias,
     squares,
-    sums,
     stride,
     queries,
     kv,
     parts,
     inner,
     eps,
-    run,
-    steps,
-    storage_step,
     DIM: tl.constexpr,
     HEADS: tl.constexpr,
     NORMED: tl.constexpr,
@@ -40,8 +35,6 @@ def _rope_kernel(
     HAS_BIAS: tl.constexpr,
     SCALED: tl.constexpr,
     PARTS: tl.constexpr,
-    SUMS: tl.constexpr,
-    SUMS_COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait(PDL)
@@ -49,27 +42,10 @@ def _rope_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, DIM // 2)
     slot = tl.load(slots + token).to(tl.int64)
-    layer = tl.program_id(2)  # of several whose heads lie side by side in `qkv`
-    qkv += layer * (queries + 2 * kv) * DIM
-    norms += layer * (queries + kv) * DIM
-    storage += layer.to(tl.int64) * storage_step
     turned, real = head < queries + kv, head < queries + 2 * kv
     base = qkv + token * stride + head[:, None] * DIM + half[None, :]
-    if SUMS:
-        # A product in parts: add up those of the head's columns (see `wide.Parts`).
-        begun = head * DIM // SUMS_COLUMNS * steps
-        count = tl.where(real, (begun + steps - 1) // run - begun // run + 1, 0)[:, None]
-        cell = sums + token * stride + head[:, None] * DIM + half[None, :]
-        a = tl.zeros((HEADS, DIM // 2), tl.float32)
-        b = tl.zeros((HEADS, DIM // 2), tl.float32)
-        for part in tl.static_range(SUMS):
-            a += tl.load(cell, mask=part < count, other=0.0)
-            b += tl.load(cell + DIM // 2, mask=part < count, other=0.0)
-            cell += tl.num_programs(0) * stride
-        low, high = a.to(qkv.dtype.element_ty), b.to(qkv.dtype.element_ty)
-    else:
-        low = tl.load(base, mask=real[:, None], other=0.0)
-        high = tl.load(base + DIM // 2, mask=real[:, None], other=0.0)
+    low = tl.load(base, mask=real[:, None], other=0.0)
+    high = tl.load(base + DIM // 2, mask=real[:, None], other=0.0)
     a, b = low.to(tl.float32), high.to(tl.float32)
     if SCALED:
         scale = inverse_rms(squares, token, parts, inner, eps, PARTS)
@@ -116,7 +92,6 @@ def rotate_and_store(
     kv: int,
     source: Normed | None = None,
     bias: Tensor | None = None,
-    parts: Parts | None = None,
 ) -> None:
     """Finish one layer's projections in place: queries in `qkv`, keys and values in `storage`.
 
@@ -124,43 +99,37 @@ def rotate_and_store(
     [positions, dim] each (see `models.rope`), None for layers without rotation; `norms` [queries +
     kv, dim] or None; `positions`, `slots` int32 [tokens], a token of slot -1 is not stored;
     `storage` [slots, 2 * kv, dim]. `source`: what `qkv` is a product of, if its 1 / rms is still
-    due; it is applied here, and then `bias` [qkv's width] is added. `parts`: the product, if it
-    comes in parts; `qkv` is then only written. A head must lie in one tile of the parts.
-
-    Several layers that share their input: `storage` [layers, slots, 2 * kv, dim], `norms` [layers,
-    queries + kv, dim], the layers side by side in `qkv`, neither `source` nor `parts`.
+    due; it is applied here, and then `bias` [qkv's width] is added.
     """
-    layers = len(storage) if storage.dim() == 4 else 1
     squares = source.squares if source is not None else None
-    shares = squares.shape[1] if squares is not None else 1
-    if parts is not None and (parts.n % storage.shape[-1] or not qkv.is_contiguous()):
-        raise ValueError(f"heads of {storage.shape[-1]} lie across tiles of {parts.n} columns")
-    tokens, dim = qkv.shape[0], storage.shape[-1]
-    heads = qkv.shape[1] // dim // layers
+    parts = squares.shape[1] if squares is not None else 1
+    tokens, dim = qkv.shape[0], storage.shape[2]
+    heads = qkv.shape[1] // dim
     block = 8 if heads >= 8 else triton.next_power_of_2(heads)
-    cut = parts or Parts(qkv, 1, 1, 1)
-    _rope_kernel[(tokens, triton.cdiv(heads, block), layers)](
+    cos, sin = tables if tables is not None else (qkv, qkv)
+    _rope_kernel[(tokens, triton.cdiv(heads, block))](
         qkv,
-        *(tables or (qkv, qkv)),
+        cos,
+        sin,
         norms if norms is not None else qkv,
-        *(positions, slots, storage),
+        positions,
+        slots,
+        storage,
         bias if bias is not None else qkv,
         squares if squares is not None else qkv,
-        cut.sums,
         qkv.stride(0),
-        *(heads - 2 * kv, kv, shares),
+        heads - 2 * kv,
+        kv,
+        parts,
         source.x.shape[1] if source is not None else 1,
-        *(eps, cut.run, cut.steps),
-        storage[0].numel() if layers > 1 else 0,
+        eps,
         DIM=dim,
         HEADS=block,
         NORMED=norms is not None,
         ROTATED=tables is not None,
         HAS_BIAS=bias is not None,
         SCALED=squares is not None,
-        PARTS=triton.next_power_of_2(shares),
-        SUMS=len(cut.sums) if parts is not None else 0,
-        SUMS_COLUMNS=cut.n,
+        PARTS=triton.next_power_of_2(parts),
         num_warps=2,
         **overlap(qkv),
     )
