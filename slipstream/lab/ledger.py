@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
 import hashlib
 import json
 import os
@@ -147,10 +148,13 @@ def read(directory: Path) -> list[Record]:
 
 
 def read_samples(directory: Path, record: Record) -> list[Sample]:
-    """Samples a ledger line names. Raises `LedgerError` where the file is not the one written."""
+    """Samples a ledger line names, also where they were packed with gzip since, as committed ones
+    are. Raises `LedgerError` where the file is not the one written.
+    """
     path = directory / record["samples"]
+    packed = path.with_name(f"{path.name}.gz")
     try:
-        data = path.read_bytes()
+        data = gzip.decompress(packed.read_bytes()) if packed.is_file() else path.read_bytes()
     except OSError as error:
         raise LedgerError(
             f"{path} cannot be read ({error.strerror}); the ledger names it."

@@ -14,18 +14,22 @@ from slipstream.lab.gate_specs import GATES
 from slipstream.lab.grid import Grid, from_table
 
 
-def test_shipped_grids_load_and_hold_what_the_issue_asks_for() -> None:
+def test_shipped_grids_load_and_hold_what_the_issues_ask_for() -> None:
     quick = grids.load("spec_quick")
-    assert quick.arms == ("none", "ngram:3", "ngram:8", "suffix")
+    trained = ("mtp:1", "mtp:2", "mtp:3", "eagle3:4", "dflash:7", "dflash2:7", "dspark:7")
+    assert quick.arms == ("none", "ngram:3", "suffix", *trained)
     found = {(c.traffic, c.users) for c in quick.cells}
-    assert found >= {("chat", 1), ("chat", 16), ("code", 16), ("doc", 1), ("edit", 1)}
+    assert found >= {(t, n) for t in ("chat", "code") for n in (1, 16)} | {("doc", 1), ("edit", 1)}
+    lookup = grids.load("spec_lookup")
+    assert lookup.arms == ("none", "ngram:3", "ngram:8", "suffix")
     for traffic in ("code", "edit"):  # run both ways; chat and doc loop when greedy
-        assert {c.sampling for c in quick.cells if c.traffic == traffic} == {"greedy", "sampled"}
-    assert all(c.sampling == "sampled" for c in quick.cells if c.traffic in ("chat", "doc"))
-    assert quick.repeats >= 3
-    assert all(getattr(quick.gates, gate) is not None for gate in GATES)
-    assert quick.budget_minutes is not None
-    assert quick.budget_minutes <= 12
+        assert {c.sampling for c in lookup.cells if c.traffic == traffic} == {"greedy", "sampled"}
+    for grid, minutes in ((quick, 20), (lookup, 12)):
+        assert all(c.sampling == "sampled" for c in grid.cells if c.traffic in ("chat", "doc"))
+        assert grid.repeats >= 3
+        assert all(getattr(grid.gates, gate) is not None for gate in GATES)
+        assert grid.budget_minutes is not None
+        assert grid.budget_minutes <= minutes
     assert grids.load("spec_tiny").target == "tiny"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import os
 from pathlib import Path
 
@@ -38,6 +39,10 @@ def test_samples_come_back_as_they_were(tmp_path: Path) -> None:
     with Ledger(tmp_path) as book:
         line = book.write_samples("one", [SAMPLE, bare])
         book.append({"kind": "cell", **line})
+    assert ledger.read_samples(tmp_path, ledger.read(tmp_path)[0]) == [SAMPLE, bare]
+    plain = tmp_path / line["samples"]
+    plain.with_name(f"{plain.name}.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()  # as committed results are kept
     assert ledger.read_samples(tmp_path, ledger.read(tmp_path)[0]) == [SAMPLE, bare]
 
 
