@@ -237,6 +237,7 @@ def train(
     count: Annotated[int, typer.Option(help="Prompts the target makes up itself.")] = 256,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="Of the answers; 0 is greedy.")] = 0.0,
+    begin: Annotated[Path | None, typer.Option("--from", help="A checkpoint to train on.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
     minutes: Annotated[float | None, typer.Option(help="Train that long instead.")] = None,
     batch: Annotated[int, typer.Option(help="Texts a step.")] = 4,

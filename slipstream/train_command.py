@@ -22,6 +22,7 @@ from slipstream.errors import InvalidConfig
 from slipstream.lab.cards import TRAINING
 from slipstream.lab.prompts import from_file
 from slipstream.train.data import Text, own_answers, self_prompts
+from slipstream.train.recipe import go_on_from
 from slipstream.train.recipes import RECIPES, Shape, make
 from slipstream.train.shards import own_tokens, read_shards
 from slipstream.train.trainer import HISTORY, Plan, Trainer
@@ -36,7 +37,8 @@ _LITTLE = 4096
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What the command line asked for. `texts`: a folder of `slipstream texts`; else `prompts`: a
-    JSONL file, or None to have the target make up `count` prompts of its own.
+    JSONL file, or None to have the target make up `count` prompts of its own. `begin`: a checkpoint
+    to train on, None for random weights.
     """
 
     recipe: str
@@ -48,6 +50,7 @@ class Order:
     max_tokens: int
     temperature: float
     device: str | None
+    begin: Path | None = None
 
 
 def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
@@ -73,6 +76,8 @@ def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
         seed=plan.seed,
         counts=_counts(texts, llm.loaded.config.vocab_size),
     )
+    if order.begin is not None:
+        go_on_from(network, order.begin, llm.loaded.model)
     trainer = Trainer(llm.loaded, network, texts, plan, out=order.out, say=say)
     trainer.run()
     draw_loss(order.out)

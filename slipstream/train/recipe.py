@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from slipstream.errors import ModelError
+from slipstream.models.checkpoint import opened
 from slipstream.models.dense import Model
 
 
@@ -75,6 +77,22 @@ class Network(Protocol):
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors as a checkpoint in the published layout."""
         ...
+
+
+def go_on_from(network: Network, folder: Path, target: Model) -> None:
+    """Put a checkpoint's weights where random ones were. Raises `ModelError` naming the first
+    tensor that it lacks or that has another shape.
+    """
+    with opened(folder, target=target) as handles, torch.no_grad():
+        for name, own in network.tensors.items():
+            found = handles[name].get_tensor(name) if name in handles else None
+            if found is None or found.shape != own.shape:
+                has = "none" if found is None else str(list(found.shape))
+                raise ModelError(
+                    f"{folder} cannot be trained on: {name} should be {list(own.shape)}, it has "
+                    f"{has}; give the recipe and the sizes it was trained with."
+                )
+            own.copy_(found)
 
 
 def labels(batch: Batch, count: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Texts side by side teach what each teaches alone."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,12 @@ from typer.testing import CliRunner
 
 from slipstream.cli import app
 from slipstream.engine import LLM
-from slipstream.errors import InvalidConfig
+from slipstream.errors import InvalidConfig, ModelError
 from slipstream.models.tiny import save_tiny, tiny_model
 from slipstream.train import data
 from slipstream.train.data import Features, own_answers, text_of
 from slipstream.train.optimizer import Optimizer
+from slipstream.train.recipe import go_on_from
 from slipstream.train.recipes import RECIPES, Shape, make
 from slipstream.train.trainer import Plan, Trainer
 from slipstream.types import SamplingParams
@@ -124,3 +126,17 @@ def test_texts_are_made_and_trained_on(tmp_path, monkeypatch):
     assert "holds answers of another target" in done.output
     done = run(app, [*train, "--texts", str(tmp_path)])
     assert "holds no texts; make some with `slipstream texts`" in done.output
+
+
+def test_training_goes_on_from_a_checkpoint(tmp_path):
+    shape = Shape(draft_len=3, taps=2, mask_token_id=319)
+    old = make("dflash", LOADED.model, shape, seed=1)
+    old.save(tmp_path, {n: t.detach().bfloat16() for n, t in old.tensors.items()})
+    new = make("dflash", LOADED.model, shape, seed=2)
+    go_on_from(new, tmp_path, LOADED.model)
+    for name, tensor in new.tensors.items():
+        assert torch.equal(tensor, old.tensors[name].bfloat16().float())
+        assert tensor.requires_grad
+    wider = make("dflash", LOADED.model, replace(shape, layers=2), seed=2)
+    with pytest.raises(ModelError, match=r"cannot be trained on: layers.1.* it has none"):
+        go_on_from(wider, tmp_path, LOADED.model)
