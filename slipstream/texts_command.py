@@ -24,8 +24,19 @@ from slipstream.types import SamplingParams
 Say = Callable[[str], None]
 Asked = list[tuple[str, Prompt]]
 
-_SHARES = {"own chat": 0.18, "chat": 0.2, "own code": 0.12, "code": 0.2, "json": 0.04, "doc": 0.03}
+_SHARES = {
+    "own chat": 0.12,
+    "long chat": 0.12,
+    "chat": 0.12,
+    "own code": 0.08,
+    "long code": 0.12,
+    "code": 0.12,
+    "json": 0.03,
+    "doc": 0.04,
+}
 """Of a round's prompts; what is left asks about the answers to these: code, texts, edits."""
+_LONG = 320
+"""Tokens of a long prompt: people paste what they ask about."""
 _FOLLOW = ("code", "text", "edit")
 _WAVES = 4
 _SAMPLING: tuple[dict[str, float], ...] = (
@@ -120,6 +131,17 @@ class _Maker:
         rng.shuffle(openings)
         made = self_prompts(llm, count["own code"], seed=seed + 5 * size, openings=openings)
         asked += [("code", p) for p in made]
+        for kind in ("chat", "code"):
+            openings = list(prompts.seeds()["long"][kind])
+            rng.shuffle(openings)
+            made = self_prompts(
+                llm,
+                count[f"long {kind}"],
+                seed=rng.getrandbits(30),
+                openings=openings,
+                max_tokens=_LONG,
+            )
+            asked += [(kind, p) for p in made]
         asked += [("chat", prompts.chat(rng)) for _ in range(count["chat"])]
         asked += [("code", prompts.code(rng)) for _ in range(count["code"])]
         asked += [

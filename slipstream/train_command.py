@@ -132,6 +132,8 @@ def _texts(llm: LLM, order: Order, *, seed: int, say: Say) -> list[Text]:
     else:
         say(f"The target makes up {order.count} prompts.")
         prompts = self_prompts(llm, order.count, seed=seed)
+        if not prompts:
+            raise InvalidConfig(f"{llm.loaded.name} made up no prompt; give a file of prompts.")
     say(f"The target answers {len(prompts)} prompts.")
     params = SamplingParams(
         max_tokens=order.max_tokens, temperature=order.temperature, top_p=0.95, seed=seed
