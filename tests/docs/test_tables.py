@@ -1,6 +1,7 @@
 """Tables in README and docs are what the ledgers in bench/results say."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -91,3 +92,22 @@ def test_the_soak_says_how_many_were_compared_and_what_is_explained():
     all_well = gpu_table.traffic({**soak, "forks": forks[:1], "forks_at_rounding": 1})
     assert "1 of the 1 are explained by that." in " ".join(all_well.split())
     assert "nothing to explain" in gpu_table.traffic({**soak, "forks": [], "forks_at_rounding": 0})
+
+
+def test_what_vllm_makes_of_our_exports_is_what_was_measured():
+    """The bar: tokens per step within 5 % of ours, by the same definition on the same prompts."""
+    record = json.loads((ROOT / "bench/results/exports.json").read_text())
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    said = " ".join(page.split())
+    assert record["peer"] in page
+    taken = 0
+    for spec, arm in record["arms"].items():
+        ours = arm["ours"]["tokens"] / arm["ours"]["steps"]
+        if "refused" in arm["theirs"]:
+            assert f"| `{spec}` | {ours:.2f} | refused: {arm['theirs']['refused']} |" in said
+            continue
+        theirs = arm["theirs"]["tokens"] / arm["theirs"]["steps"]
+        assert f"| `{spec}` | {ours:.2f} | {theirs:.2f} |" in said
+        assert abs(theirs / ours - 1) < 0.05
+        taken += 1
+    assert taken >= 2
