@@ -18,7 +18,7 @@ from slipstream.lab.prompts import json_tasks, pool
 from slipstream.lab.prompts.documents import document_prompt
 from slipstream.train import prompts
 from slipstream.train.data import Text, self_prompts, text_of
-from slipstream.train.shards import own_tokens, write_shard
+from slipstream.train.shards import make_folder, own_tokens, write_shard
 from slipstream.types import SamplingParams
 
 Say = Callable[[str], None]
@@ -45,7 +45,7 @@ _SAMPLING: tuple[dict[str, float], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8, "top_p": 0.95},
 )
-"""By turns: half of what is measured is greedy, the rest mild, and some of it varied."""
+"""Drawn from: half of what is measured is greedy, the rest mild, and some of it varied."""
 _SEED_OFFSET = 7_000_000
 """Documents and JSON tasks follow from a seed; the lab's grids never count this high."""
 
@@ -69,6 +69,9 @@ def run_texts(wish: Wish, *, say: Say) -> None:
     for name, value in (("tokens", wish.tokens), ("max_tokens", wish.max_tokens)):
         if value < 2:
             raise InvalidConfig(f"{name} is {value}; allowed: 2 or more.")
+    if wish.minutes is not None and wish.minutes <= 0:
+        raise InvalidConfig(f"minutes is {wish.minutes}; allowed: above 0.")
+    make_folder(wish.out)  # before hours of work
     device = wish.device or ("cuda" if torch.cuda.is_available() else "cpu")
     room = wish.users * (wish.max_tokens + 1024)
     llm = LLM(
@@ -86,7 +89,13 @@ def run_texts(wish: Wish, *, say: Say) -> None:
         spent = time.perf_counter() - begun
         if wish.minutes is not None and spent > 60 * wish.minutes:
             break
-        texts += maker.round(turn)
+        made = maker.round(turn)
+        if not made:
+            raise InvalidConfig(
+                f"{llm.loaded.name} gave no answer in a whole round; max_tokens is "
+                f"{wish.max_tokens} of its context of {llm.loaded.config.max_context}, try fewer."
+            )
+        texts += made
         turn += 1
         spent = time.perf_counter() - begun
         say(

@@ -61,9 +61,16 @@ def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
     """
     if order.recipe not in RECIPES:
         raise InvalidConfig(f"recipe is {order.recipe!r}; choose one of {', '.join(RECIPES)}.")
-    for name, value in (("count", order.count), ("steps", plan.steps), ("batch", plan.batch)):
+    for name, value in (
+        ("count", order.count),
+        ("steps", plan.steps),
+        ("batch", plan.batch),
+        ("anchors", plan.anchors),
+    ):
         if value < 1:
             raise InvalidConfig(f"{name} is {value}; allowed: 1 or more.")
+    if plan.minutes is not None and plan.minutes <= 0:
+        raise InvalidConfig(f"minutes is {plan.minutes}; allowed: above 0.")
     device = order.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = "bfloat16" if device.startswith("cuda") else "float32"
     kv_tokens = _LITTLE if order.texts else None  # nothing is asked then

@@ -21,8 +21,8 @@ from slipstream.train.recipe import Batch, agreement, initial, target_logits
 class ChainNetwork:
     """Trainable float32 tensors by checkpoint name, unrolled over `draft_len` tokens.
 
-    A subclass says what the layer starts from (`start`), what it reads (`enter`), what leaves it
-    (`leave`) and goes to the head and is fed back (`out`). `prefix`: of the layer's tensor names.
+    A subclass says what the layer starts from (`start`), what it reads (`enter`), and what of its
+    output goes to the head and is fed back (`out`). `prefix`: of the layer's tensor names.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ def write_shard(
     """`name`.npz and its manifest `name`.json. `target`: the fingerprint of who answered; `more`:
     how the texts were made, for the manifest.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     kinds = sorted({t.kind for t in texts})
     flat = np.concatenate([t.tokens for t in texts])
     small = int(flat.max()) < 2**16
@@ -64,6 +64,16 @@ def read_shards(folder: Path, *, target: str) -> list[Text]:
     if not texts:
         raise InvalidConfig(f"{folder} holds no texts; make some with `slipstream texts`.")
     return texts
+
+
+def make_folder(folder: Path) -> None:
+    """Make it where it is missing. Raises `InvalidConfig` where that cannot be done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidConfig(
+            f"{folder} cannot be made ({error.strerror}); name another folder."
+        ) from error
 
 
 def own_tokens(texts: Sequence[Text]) -> int:

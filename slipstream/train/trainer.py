@@ -1,4 +1,4 @@
-"""The training loop of a drafter: batches of texts, AdamW, checkpoints, held-out acceptance."""
+"""The training loop of a drafter: batches of texts, checkpoints, held-out acceptance."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from slipstream.models.loading import LoadedModel
 from slipstream.train.data import Features, Text
 from slipstream.train.optimizer import Optimizer
 from slipstream.train.recipe import Batch, Network
+from slipstream.train.shards import make_folder
 from slipstream.types import IntArray
 
 CHECKPOINT = "training.pt"
@@ -83,14 +84,13 @@ class Trainer:
         held = min(len(texts) - 1, math.ceil(plan.held_out * len(texts)), _HELD)
         self.texts, self.held = list(texts[: len(texts) - held]), list(texts[len(texts) - held :])
         self.texts.sort(key=lambda t: len(t.tokens))  # batches are of texts about as long
-        together = max(plan.batch, 1)
         longest = max(len(t.tokens) for t in texts)
-        self._features = Features(loaded, network.needs, longest=together * (longest + 64))
+        self._features = Features(loaded, network.needs, longest=plan.batch * (longest + 64))
         self._device = loaded.model.device
         self._optimizer = Optimizer(network.tensors, kind=plan.optimizer, lr=plan.lr)
         self.step, self._spent = 0, 0.0
         self._begun = time.perf_counter()
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         self._resume(loaded.fingerprint)
 
     def run(self) -> None:

@@ -140,3 +140,27 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
     wider = make("dflash", LOADED.model, replace(shape, layers=2), seed=2)
     with pytest.raises(ModelError, match=r"cannot be trained on: layers.1.* it has none"):
         go_on_from(wider, tmp_path, LOADED.model)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--minutes", "0"], "minutes is 0.0; allowed: above 0"),
+        (["--max-tokens", "1024"], "gave no answer in a whole round; max_tokens is 1024 of"),
+    ],
+)
+def test_texts_that_cannot_be_made_are_one_sentence(tmp_path, more, says):
+    save_tiny(tmp_path / "target", max_position_embeddings=1024)
+    command = ["texts", "--target", str(tmp_path / "target"), "--out", str(tmp_path / "texts")]
+    done = CliRunner().invoke(app, [*command, "--device", "cpu", "--users", "2", *more])
+    assert done.exit_code == 2
+    assert says in done.output
+    (tmp_path / "file").write_text("")
+    command[4] = str(tmp_path / "file" / "inside")
+    done = CliRunner().invoke(app, [*command, "--device", "cpu"])
+    assert done.exit_code == 2
+    assert "cannot be made (Not a directory); name another folder" in done.output
+    train = ["train", "mtp", "--out", str(tmp_path / "out"), "--minutes", "-1"]
+    done = CliRunner().invoke(app, train)
+    assert done.exit_code == 2
+    assert "minutes is -1.0; allowed: above 0" in done.output
