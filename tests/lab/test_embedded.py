@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -216,6 +216,7 @@ def scripted(
 ) -> Embedded:
     monkeypatch.setattr("slipstream.lab.backends.embedded.time", machine)
     made = Embedded.__new__(Embedded)
+    made._turn = 0.0
     made._arms = {
         engine.name: cast(Any, SimpleNamespace(engine=engine, encode=lambda prompt: [1, 2, 3]))
         for engine in engines
@@ -247,6 +248,49 @@ def test_a_clock_stands_still_while_other_arms_work(monkeypatch: pytest.MonkeyPa
         gaps = [b - a for s in samples for a, b in pairwise(s.timings.chunk_times)]
         assert gaps == pytest.approx([engine.cost] * 6)
     assert machine.now - 100 == pytest.approx(8 * 0.05)
+
+
+class AheadEngine(ScriptedEngine):
+    """On an accelerator: a step is given to the device before the one before it is waited for."""
+
+    queue: ClassVar[list[AheadEngine]] = []
+    done = 0
+
+    def step(self) -> list[StepOutput]:
+        while self.done + self.queue.count(self) < 2:
+            self.queue.append(self)
+        while not self.done:
+            self.work()
+        self.done -= 1
+        self.machine.turns.append(self.name)
+        return [self._advance(request_id) for request_id in list(self.left)]
+
+    def work(self) -> None:
+        first = self.queue.pop(0)
+        self.machine.now += first.cost
+        first.done += 1
+
+
+@pytest.mark.parametrize(("turn", "honest"), [(0.25, True), (0.0, False)])
+def test_on_an_accelerator_turns_end_with_the_device_idle(
+    monkeypatch: pytest.MonkeyPatch, turn: float, honest: bool
+) -> None:
+    """Step by step an arm would wait for what another one left to the device."""
+    machine = Machine()
+
+    def synchronize() -> None:
+        while AheadEngine.queue:
+            slow.work()
+
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    AheadEngine.queue.clear()
+    slow, fast = (AheadEngine(machine, n, cost=c) for n, c in (("slow", 0.04), ("fast", 0.01)))
+    made = scripted(monkeypatch, machine, slow, fast)
+    made._turn = turn
+    found = made.run_together(["fast", "slow"], limited(100), users=1)
+    own = {name: samples[0].timings.chunk_times[-1] for name, samples in found.items()}
+    exact = all(own[e.name] == pytest.approx(100 * e.cost, rel=0.05) for e in (slow, fast))
+    assert exact is honest
 
 
 def test_the_arm_furthest_behind_goes_next(monkeypatch: pytest.MonkeyPatch) -> None:

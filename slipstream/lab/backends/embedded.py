@@ -20,6 +20,8 @@ from slipstream.types import Completion, Timings
 TINY = "tiny"
 TINY_CONTEXT = 16384
 MAX_USERS = 64
+TURN = 0.25
+"""Seconds of an arm's own clock that a turn takes on an accelerator."""
 
 
 class Embedded:
@@ -30,6 +32,7 @@ class Embedded:
         self._base = LLM(model, dtype=dtype, max_users=1, kv_tokens=64, threads=threads)
         self._arms: dict[str, LLM] = {}
         self._target, self._dtype = target, dtype
+        self._turn = TURN if self._base.loaded.model.device.type == "cuda" else 0.0
 
     @property
     def info(self) -> TargetInfo:
@@ -68,14 +71,19 @@ class Embedded:
     def run_together(
         self, arms: Sequence[str], requests: Sequence[Request], *, users: int
     ) -> dict[str, list[Sample]]:
-        """All arms at once, taking turns step by step, each on a clock that stands still while the
-        others work. The arm whose clock is furthest behind goes next, so whatever the machine does
-        in a second it does to all of them.
+        """All arms at once, taking turns, each on a clock that stands still while the others work.
+        The arm whose clock is furthest behind goes next, so whatever the machine does in a second
+        it does to all of them. A turn is one step; on an accelerator, where an engine is one step
+        ahead of its device, it is `TURN` seconds and lasts until the device has nothing left to do:
+        else an arm's last step would run on the next one's clock.
         """
         loops = {arm: _Loop(self._arms[arm], requests, users) for arm in arms}
         try:
             while open_loops := [loop for loop in loops.values() if not loop.done]:
-                min(open_loops, key=lambda loop: loop.clock).advance()
+                loop = min(open_loops, key=lambda loop: loop.clock)
+                loop.advance_for(self._turn)
+                if self._turn:
+                    loop.settle()
         finally:
             for loop in loops.values():
                 loop.cancel()
@@ -152,6 +160,19 @@ class _Loop:
     def done(self) -> bool:
         """True when every request has ended."""
         return not self._waiting and not self._running
+
+    def advance_for(self, seconds: float) -> None:
+        """At least one round of the engine, and more while `seconds` last and there is work."""
+        end = self.clock + seconds
+        self.advance()
+        while self.clock < end and not self.done:
+            self.advance()
+
+    def settle(self) -> None:
+        """Let the device end what it was given, on this arm's clock."""
+        start = time.perf_counter() - self.clock
+        torch.cuda.synchronize()
+        self.clock = time.perf_counter() - start
 
     def advance(self) -> None:
         """Send what a free user has to send, then one round of the engine."""
