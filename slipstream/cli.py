@@ -240,7 +240,7 @@ def train(
     begin: Annotated[Path | None, typer.Option("--from", help="A checkpoint to train on.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
     minutes: Annotated[float | None, typer.Option(help="Train that long instead.")] = None,
-    batch: Annotated[int, typer.Option(help="Texts a step.")] = 4,
+    batch: Annotated[int, typer.Option(help="Texts a step and process.")] = 4,
     anchors: Annotated[int, typer.Option(help="Blocks a text and step.")] = 64,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
     draft_len: Annotated[int, typer.Option(help="Draft tokens it is trained for.")] = 7,
