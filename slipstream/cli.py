@@ -256,7 +256,7 @@ def train(
     d_pace: Annotated[bool, typer.Option(help="D-PACE weights (dflash, dflash2).")] = False,
     markov: Annotated[str, typer.Option(help="vanilla, gated or rnn (dspark).")] = "vanilla",
     rank: Annotated[int, typer.Option(help="Of Markov head or selector (dspark, dflash2).")] = 64,
-    draft_vocab: Annotated[int | None, typer.Option(help="Frequent tokens (eagle3).")] = None,
+    draft_vocab: Annotated[int | None, typer.Option(help="Draft N frequent tokens.")] = None,
     seed: Annotated[int, typer.Option(help="Of weights, data and anchors.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
 ) -> None:

@@ -21,9 +21,9 @@ from slipstream.engine.llm import Prompt
 from slipstream.errors import InvalidConfig
 from slipstream.lab.cards import TRAINING
 from slipstream.lab.prompts import from_file
+from slipstream.train.begin import go_on_from
 from slipstream.train.data import Text, own_answers, self_prompts
 from slipstream.train.parallel import World, world_of
-from slipstream.train.recipe import go_on_from
 from slipstream.train.recipes import RECIPES, Shape, make
 from slipstream.train.shards import own_tokens, read_shards
 from slipstream.train.trainer import HISTORY, Plan, Trainer, silent

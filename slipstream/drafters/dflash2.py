@@ -80,10 +80,10 @@ class DFlash2Drafter(DFlashDrafter):
     def _scores(self, lanes: list[Lane], logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Scores, float32, and ids of each lane's candidates, [lanes, top_k].
 
-        `logits` [lanes, vocab] of the target's head, `hidden` [lanes, hidden] normed.
+        `logits` [lanes, rows] of the head, `hidden` [lanes, hidden] normed.
         """
         unary = process_logits(
-            self.flash2.config.scaled(logits),
+            self.weights.over_target(self.flash2.config.scaled(logits)),
             [lane.row.sampler for lane in lanes],
             [lane.chosen for lane in lanes],
         )

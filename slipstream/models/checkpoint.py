@@ -69,8 +69,8 @@ def opened(directory: Path, *, target: Model | None = None) -> Iterator[dict[str
     """The open safetensors handle of every tensor of a directory, by name.
 
     What our drafters store in fewer bytes reads as if published: int8 rows (`models.int8_rows`)
-    as plain weights, and a reduced head that is the `target`'s as its rows. Raises `ModelError` on
-    a file that is missing, corrupt or truncated.
+    as plain weights, a reduced head that is the `target`'s as its rows, and rows of tokens that are
+    never drafted as zeros. Raises `ModelError` on a file that is missing, corrupt or truncated.
     """
     with ExitStack() as stack:
         handles: dict[str, Any] = {}
@@ -84,12 +84,26 @@ def opened(directory: Path, *, target: Model | None = None) -> Iterator[dict[str
             handles |= dict.fromkeys(handle.keys(), handle)
         own = own_config(directory)
         found = plain_handles(handles, own.get("storage"), directory)
-        if target is not None and own.get("head") == TARGET_HEAD and "d2t" in found:
-            d2t = found["d2t"].get_tensor("d2t")
-            check_mapping(d2t, None, target.config.vocab_size, str(directory))
-            ids = target_ids(d2t)
-            found["lm_head.weight"] = Memory(head_rows(target, ids.to(target.device)))
+        if target is not None and "d2t" in found:
+            found |= _left_out(own, found, target, str(directory))
         yield found
+
+
+def _left_out(
+    own: Mapping[str, Any], handles: Mapping[str, Any], target: Model, source: str
+) -> dict[str, Memory]:
+    """What `models.stored` left out of a folder because a reduced head makes it superfluous."""
+    found: dict[str, Memory] = {}
+    if own.get("head") != TARGET_HEAD:
+        return found
+    d2t, vocab = handles["d2t"].get_tensor("d2t"), target.config.vocab_size
+    check_mapping(d2t, None, vocab, source)
+    ids = target_ids(d2t)
+    found["lm_head.weight"] = Memory(head_rows(target, ids.to(target.device)))
+    for name in own.get("drafted_rows", ()):
+        rows = handles[name].get_tensor(name)
+        found[name] = Memory(rows.new_zeros(vocab, *rows.shape[1:]).index_copy_(0, ids, rows))
+    return found
 
 
 def own_config(directory: Path) -> dict[str, Any]:

@@ -125,11 +125,6 @@ def read_dflash2_config(folder: Path) -> DFlash2Config:
         )
     refuse(hf, folder, "input_embedding_scale")
     flash = config_from(hf, folder, least=2)
-    if flash.draft_vocab is not None:
-        raise ModelError(
-            f"{folder} has draft_vocab_size = {flash.draft_vocab}; DFlash2's codebooks need the "
-            f"target's whole vocabulary, {flash.model.vocab_size}."
-        )
     own = hf.get("dflash_config") or {}
 
     def size(key: str, most: int) -> int:
@@ -157,7 +152,7 @@ def read_dflash2_config(folder: Path) -> DFlash2Config:
         size("conv_kernel_size", flash.block_size),
         group,
         size("selector_rank", c.vocab_size),
-        size("selector_top_k", c.vocab_size),
+        size("selector_top_k", flash.draft_vocab or c.vocab_size),
         scale("output_multiplier") or 1.0,
         scale("final_logit_softcapping"),
     )
@@ -201,6 +196,7 @@ def save_dflash2(folder: Path, config: DFlash2Config, tensors: Mapping[str, Tens
             "mask_token_id": config.flash.mask_token_id,
             "target_layer_ids": [tap - 1 for tap in config.flash.taps],
         },
+        "draft_vocab_size": config.flash.draft_vocab,
     }
     if not config.flash.sliding_causal:
         hf["is_causal"] = False

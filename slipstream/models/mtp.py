@@ -25,6 +25,7 @@ from slipstream.models.layers import Norm
 from slipstream.models.linear import pack
 from slipstream.models.mtp_gated import PREFIX, load_gated
 from slipstream.models.mtp_head import MtpHead
+from slipstream.models.reduced import check_mapping, target_ids
 from slipstream.models.rope import RopeTable
 
 ARCHITECTURE = "MtpHead"
@@ -34,10 +35,13 @@ _OWN = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 @dataclass(frozen=True, slots=True)
 class MtpConfig:
-    """`model`: sizes of the layer. `depth`: layers of the target, the head's own index."""
+    """`model`: sizes of the layer. `depth`: layers of the target, the head's own index.
+    `draft_vocab`: rows of a reduced head, which `d2t` maps to the target's tokens; ours alone.
+    """
 
     model: ModelConfig
     depth: int
+    draft_vocab: int | None = None
 
     @property
     def prefix(self) -> str:
@@ -46,7 +50,7 @@ class MtpConfig:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor; embedding and head are the target's."""
+        """Name and shape of every tensor; the embedding is the target's."""
         hidden = self.model.hidden_size
         layer = {
             name.removeprefix("model.layers.0."): shape
@@ -55,17 +59,23 @@ class MtpConfig:
         }
         own: dict[str, tuple[int, ...]] = {f"{name}.weight": (hidden,) for name in _OWN}
         own["eh_proj.weight"] = (hidden, 2 * hidden)
-        return {self.prefix + name: shape for name, shape in (own | layer).items()}
+        found = {self.prefix + name: shape for name, shape in (own | layer).items()}
+        if self.draft_vocab is not None:
+            found |= {"lm_head.weight": (self.draft_vocab, hidden), "d2t": (self.draft_vocab,)}
+        return found
 
 
-def head_config(target: ModelConfig, *, intermediate_size: int | None = None) -> MtpConfig:
+def head_config(
+    target: ModelConfig, *, intermediate_size: int | None = None, draft_vocab: int | None = None
+) -> MtpConfig:
     """A head whose layer is like one of the target's, rotated and without a window."""
     hf = {**target.hf, "num_hidden_layers": 1, "sliding_window": None}
     hf |= {"layer_types": ["full_attention"], "no_rope_layers": [1], "use_sliding_window": False}
     if intermediate_size is not None:
         hf["intermediate_size"] = intermediate_size
     model = from_hf(hf, source="the recipe")
-    return MtpConfig(replace(model, windows=(None,), rope=(True,)), target.num_layers)
+    layer = replace(model, windows=(None,), rope=(True,))
+    return MtpConfig(layer, target.num_layers, draft_vocab)
 
 
 def load_mtp(folder: Path, target: Model) -> MtpHead:
@@ -74,7 +84,7 @@ def load_mtp(folder: Path, target: Model) -> MtpHead:
     Raises `ModelError` naming what does not fit.
     """
     hf = read_json(folder / "config.json")
-    with opened(folder) as handles:
+    with opened(folder, target=target) as handles:
         if any(name.startswith(PREFIX) for name in handles):
             return load_gated(
                 hf,
@@ -84,18 +94,26 @@ def load_mtp(folder: Path, target: Model) -> MtpHead:
                 source=str(folder),
             )
         _same_target(hf, target.config, folder)
-        config = head_config(target.config, intermediate_size=hf.get("intermediate_size"))
+        config = head_config(
+            target.config,
+            intermediate_size=hf.get("intermediate_size"),
+            draft_vocab=hf.get("draft_vocab_size"),
+        )
         names = {
             n: h
             for n, h in handles.items()
-            if n.startswith(config.prefix) and not n.endswith(_SHARED)
+            if n in config.shapes or (n.startswith(config.prefix) and not n.endswith(_SHARED))
         }
         shapes = {n: _shape(h, n) for n, h in names.items()}
         compare_tensors(shapes, config.shapes, source=str(folder), what="an MTP head")
         tensors = {
-            n: h.get_tensor(n).to(device=target.device, dtype=target.dtype)
+            n: h.get_tensor(n).to(
+                device=target.device, dtype=torch.int64 if n == "d2t" else target.dtype
+            )
             for n, h in names.items()
         }
+    if config.draft_vocab is not None:
+        check_mapping(tensors["d2t"], None, target.config.vocab_size, str(folder))
     return from_tensors(config, tensors, target)
 
 
@@ -133,7 +151,8 @@ def from_tensors(config: MtpConfig, tensors: Mapping[str, Tensor], target: Model
         join=pack(tensors[f"{config.prefix}eh_proj.weight"]),
         block=build_layer(c, 0, get),
         norm=norm("shared_head.norm"),
-        head=target.head,
+        head=target.head if config.draft_vocab is None else pack(tensors["lm_head.weight"]),
+        ids=None if config.draft_vocab is None else target_ids(tensors["d2t"]),
         rope=RopeTable(c, dtype=target.dtype, device=target.device),
     )
 
@@ -145,6 +164,7 @@ def save_mtp(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -> 
         "architectures": [ARCHITECTURE],
         "num_nextn_predict_layers": 1,
         "num_target_layers": config.depth,
+        "draft_vocab_size": config.draft_vocab,
     }
     (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n", encoding="utf-8")
     kept = {name: tensors[name].detach().cpu().contiguous() for name in config.shapes}

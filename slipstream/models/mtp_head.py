@@ -19,14 +19,16 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.draft_layer import finish_layer
 from slipstream.models.layers import Layer, Norm, rms_norm
 from slipstream.models.linear import Linear, linear
+from slipstream.models.reduced import widened
 from slipstream.models.rope import RopeTable
 
 
 @dataclass(frozen=True, slots=True)
 class MtpHead:
     """Weights on one device. `sizes`: heads, widths and context of the layer; `depth`: layers of
-    the target; `final`: the target's last norm, `head` its head. `gate`: maps what queries are
-    products of to what attention is gated by, [heads * head_dim], in the order of the queries.
+    the target; `final`: the target's last norm, `head` its head or, with `ids` int64 [rows], the
+    rows of these tokens. `gate`: maps what queries are products of to what attention is gated by,
+    [heads * head_dim], in the order of the queries.
     """
 
     sizes: ModelConfig
@@ -41,6 +43,7 @@ class MtpHead:
     head: Linear
     rope: RopeTable
     gate: Linear | None = None
+    ids: Tensor | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -83,8 +86,8 @@ class MtpHead:
         return rms_norm(x, self.norm)
 
     def logits(self, states: Tensor, vocab: int) -> Tensor:
-        """[N, vocab]."""
-        return linear(states, self.head)
+        """[N, vocab]; tokens that a reduced head has no row for are -inf."""
+        return widened(linear(states, self.head), self.ids, vocab)
 
     def recycled(self, states: Tensor) -> Tensor:
         """The normed output, as vLLM and SGLang feed it back for DeepSeek's and Qwen's heads."""

@@ -2,7 +2,7 @@
 
 The two forms differ in how weights are stored (see `models.int8_rows`) and in what the target
 already has: a small folder leaves out its embedding, and the head of a reduced vocabulary where
-that is rows of the target's.
+that is rows of the target's, with rows that are never read then.
 """
 
 from __future__ import annotations
@@ -26,23 +26,36 @@ from slipstream.models.reduced import check_mapping, named, target_ids
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _HEAD, _D2T, _T2D = "lm_head.weight", "d2t", "t2d"
+_WHOLE = ("mtp", "dflash", "dflash2")
+"""Methods that other engines serve with the target's whole head only."""
+_BY_DRAFTED = ("candidate_selector.successor_codebook",)
+"""With a row for every token of which only those of drafted tokens are read."""
 _EMBEDDING = ("embed_tokens.weight", "shared_head.head.weight")
 """Of the target, where a publisher stored it again; with a tied head that is the embedding too."""
 
 
 def write_published(folder: Path, out: Path, *, method: str, target: Model) -> None:
     """Write the drafter of `folder` to `out` as a published checkpoint: every weight in bf16,
-    whatever it was stored as, and the head of a reduced vocabulary with `t2d` and `d2t`.
+    whatever it was stored as, and the head of a reduced vocabulary with `t2d` and `d2t`. Methods
+    whose published layout has no such head get along without where it is rows of the target's.
 
     Raises `ModelError` where the folder cannot be read or `out` is no place for it.
     """
     tensors = _tensors(folder, method, target)
+    config = read_json(folder / CONFIG) | {"torch_dtype": "bfloat16"}
+    if _D2T in tensors and method in _WHOLE:
+        if not _has_target_head(tensors, target, str(folder)):
+            raise ModelError(
+                f"{folder} has a reduced head of its own; published {method} checkpoints have none."
+            )
+        for name in (_HEAD, _D2T, _T2D):
+            tensors.pop(name, None)
+        config.pop("draft_vocab_size", None)
     if _D2T in tensors:
         tensors[_D2T] = tensors[_D2T].long()
         check_mapping(tensors[_D2T], None, target.config.vocab_size, str(folder))
         tensors[_T2D] = named(tensors[_D2T], target.config.vocab_size)
     kept = {n: t.bfloat16() if t.is_floating_point() else t for n, t in tensors.items()}
-    config = read_json(folder / CONFIG) | {"torch_dtype": "bfloat16"}
     config.pop("slipstream", None)
     _write(folder, out, config, kept)
 
@@ -69,6 +82,10 @@ def write_compact(folder: Path, out: Path, *, method: str, target: LoadedModel) 
         if _has_target_head(tensors, target.model, str(folder)):
             tensors.pop(_HEAD)
             own["head"] = TARGET_HEAD
+            drafted = [n for n in _BY_DRAFTED if n in tensors]
+            for name in drafted:
+                tensors[name] = tensors[name][target_ids(tensors[_D2T])]
+            own |= {"drafted_rows": drafted} if drafted else {}
     config = read_json(folder / CONFIG) | {"slipstream": own}
     _write(folder, out, config, compacted(tensors, source=str(folder)))
 
@@ -79,7 +96,8 @@ def _tensors(folder: Path, method: str, target: Model) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {n: h.get_tensor(n).cpu() for n, h in handles.items()}
     if method == "mtp":  # a head may lie in its target's own checkpoint
         heads = (f"model.layers.{target.config.num_layers}.", "mtp.")
-        return {n: t for n, t in tensors.items() if n.startswith(heads)}
+        reduced = (_HEAD, _D2T) if _D2T in tensors else ()
+        return {n: t for n, t in tensors.items() if n.startswith(heads) or n in reduced}
     return tensors
 
 

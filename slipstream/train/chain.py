@@ -15,15 +15,19 @@ from slipstream.errors import InvalidConfig
 from slipstream.models.config import ModelConfig
 from slipstream.models.dense import Model
 from slipstream.models.rope import RopeTable
-from slipstream.train.recipe import Batch, agreement, initial, target_logits
+from slipstream.train.head import DraftHead
+from slipstream.train.recipe import Batch, agreement, initial
 
 
 class ChainNetwork:
     """Trainable float32 tensors by checkpoint name, unrolled over `draft_len` tokens.
 
     A subclass says what the layer starts from (`start`), what it reads (`enter`), and what of its
-    output goes to the head and is fed back (`out`). `prefix`: of the layer's tensor names.
+    output goes to the head and is fed back (`out`). `prefix`: of the layer's tensor names. `vocab`:
+    what it may draft, see `train.head.DraftHead`.
     """
+
+    by_head_row: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -34,11 +38,13 @@ class ChainNetwork:
         prefix: str,
         draft_len: int,
         seed: int,
+        vocab: Tensor | None = None,
     ) -> None:
         if target.head.packed:
             raise InvalidConfig("Training needs the target in float32 on a CPU, or on a GPU.")
         self.sizes, self.target, self.draft_len = sizes, target, draft_len
         self._shapes, self._prefix = shapes, prefix
+        self.draft_head = DraftHead(target, vocab)
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {
             name: initial(name, shape, generator).to(target.device).requires_grad_()
@@ -63,26 +69,18 @@ class ChainNetwork:
         """What the head reads, and what is fed back."""
         raise NotImplementedError
 
-    def head(self, normed: Tensor) -> Tensor:
-        """Logits of what the head reads."""
-        return target_logits(self.target, normed)
-
-    def drafted(self, logits: Tensor) -> Tensor:
-        """The likeliest token of `head`'s logits."""
-        return logits.argmax(-1)
-
     def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Network`; the text's own tokens are fed back."""
         with torch.no_grad():
-            said = [self.drafted(self.head(normed)) for normed in self.unrolled(batch)]
-        return agreement(torch.stack(said, 2), batch)
+            said = self.draft_head.tokens(self.logits(batch).argmax(-1))
+        return agreement(said, batch)
 
     def logits(self, batch: Batch) -> Tensor:
-        """[texts, blocks, draft_len, vocab]: what is drafted behind each anchor.
+        """[texts, blocks, draft_len, head's rows]: what is drafted behind each anchor.
 
         Later steps are fed the text's own tokens.
         """
-        return torch.stack([self.head(normed) for normed in self.unrolled(batch)], 2)
+        return torch.stack([self.draft_head.logits(n) for n in self.unrolled(batch)], 2)
 
     def unrolled(self, batch: Batch) -> list[Tensor]:
         """What the head reads at each step: [texts, blocks, hidden] each."""

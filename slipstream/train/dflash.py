@@ -22,6 +22,7 @@ from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model
 from slipstream.models.dflash import DFlashConfig, save_dflash
 from slipstream.models.rope import RopeTable
+from slipstream.train.head import DraftHead, normalized, trained
 from slipstream.train.recipe import (
     Batch,
     agreement,
@@ -30,7 +31,6 @@ from slipstream.train.recipe import (
     labels,
     soft,
     target_law,
-    target_logits,
 )
 
 _ATTENTION = [
@@ -54,7 +54,9 @@ class Shape:
     taps: int = 3
 
 
-def draft_config(target: ModelConfig, shape: Shape, *, mask_token_id: int) -> DFlashConfig:
+def draft_config(
+    target: ModelConfig, shape: Shape, *, mask_token_id: int, draft_vocab: int | None = None
+) -> DFlashConfig:
     """Draft layers of the target's width, Qwen3-like as in the published drafters."""
     if not 1 <= shape.taps <= target.num_layers:
         raise InvalidConfig(
@@ -85,7 +87,8 @@ def draft_config(target: ModelConfig, shape: Shape, *, mask_token_id: int) -> DF
         "num_target_layers": target.num_layers,
     }
     taps = spread(target.num_layers, shape.taps)
-    return DFlashConfig(from_hf(hf, source="the recipe"), shape.block_size, mask_token_id, taps)
+    model = from_hf(hf, source="the recipe")
+    return DFlashConfig(model, shape.block_size, mask_token_id, taps, draft_vocab=draft_vocab)
 
 
 def spread(num_layers: int, count: int) -> tuple[int, ...]:
@@ -102,6 +105,7 @@ class DFlashNetwork:
     """Trainable float32 tensors by checkpoint name, and the forward of many blocks of a text."""
 
     recipe = "dflash"
+    by_head_row: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -112,6 +116,7 @@ class DFlashNetwork:
         d_pace: bool = False,
         soft: bool = False,
         shapes: dict[str, tuple[int, ...]] | None = None,
+        vocab: Tensor | None = None,
     ) -> None:
         if target.head.packed:
             raise InvalidConfig("Training needs the target in float32 on a CPU, or on a GPU.")
@@ -119,7 +124,8 @@ class DFlashNetwork:
         self.needs, self.draft_len = config.taps, config.block_size - 1
         if soft:
             self.needs = (*config.taps, target.config.num_layers)
-        self._shapes = shapes or config.shapes
+        self._shapes = trained(shapes or config.shapes)
+        self.draft_head = DraftHead(target, vocab)
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {
             name: initial(name, shape, generator).to(target.device).requires_grad_()
@@ -129,38 +135,35 @@ class DFlashNetwork:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor."""
+        """Name and shape of every tensor that is trained."""
         return self._shapes
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the checkpoint."""
-        save_dflash(folder, self.config, tensors)
+        save_dflash(folder, self.config, {**tensors, **self.draft_head.stored()})
 
     def loss(self, batch: Batch) -> Tensor:
         """`block_loss` of the blocks behind the anchors."""
         wanted, there = labels(batch, self.draft_len)
-        each = self._each(batch, self.logits(batch), wanted)
-        return block_loss(each, there, d_pace=self._d_pace)
+        columns, known = self.draft_head.columns(wanted)
+        each = self._each(batch, self.logits(batch), columns)
+        return block_loss(each, there & known, d_pace=self._d_pace)
 
-    def _each(self, batch: Batch, logits: Tensor, wanted: Tensor) -> Tensor:
-        """Cross-entropies to the text's tokens, or if `soft` to the target's laws."""
+    def _each(self, batch: Batch, logits: Tensor, columns: Tensor) -> Tensor:
+        """Cross-entropies to columns of the text's tokens, or if `soft` to the target's laws."""
         if not self._soft:
-            return hard(logits, wanted)
+            return hard(logits, columns)
         last = batch.features_at(batch.places(0, self.draft_len), -1)
-        return soft(logits, target_law(self._target, last))
+        return soft(logits, normalized(self.draft_head.cut(target_law(self._target, last))))
 
     def agreement(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Network`: whether each row's likeliest token is the text's."""
         with torch.no_grad():
-            return agreement(self.logits(batch).argmax(-1), batch)
+            return agreement(self.draft_head.tokens(self.logits(batch).argmax(-1)), batch)
 
     def logits(self, batch: Batch) -> Tensor:
-        """[texts, blocks, draft_len, vocab]: what each mask says, the k-th about anchor + k."""
-        return self.head(self.hidden(batch)[:, :, 1:])
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """The target's logits of normed draft states."""
-        return target_logits(self._target, hidden)
+        """[texts, blocks, draft_len, head's rows]: what the k-th mask says about anchor + k."""
+        return self.draft_head.logits(self.hidden(batch)[:, :, 1:])
 
     def hidden(self, batch: Batch) -> Tensor:
         """Normed outputs of every row of every block: [texts, blocks, block, hidden]."""

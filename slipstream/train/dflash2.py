@@ -67,9 +67,16 @@ class DFlash2Network(DFlashNetwork):
         seed: int,
         d_pace: bool = False,
         soft: bool = False,
+        vocab: Tensor | None = None,
     ) -> None:
         super().__init__(
-            config.flash, target, seed=seed, d_pace=d_pace, soft=soft, shapes=config.shapes
+            config.flash,
+            target,
+            seed=seed,
+            d_pace=d_pace,
+            soft=soft,
+            shapes=config.shapes,
+            vocab=vocab,
         )
         self.flash2 = config
         with torch.no_grad():
@@ -81,15 +88,16 @@ class DFlash2Network(DFlashNetwork):
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the checkpoint."""
-        save_dflash2(folder, self.flash2, tensors)
+        save_dflash2(folder, self.flash2, {**tensors, **self.draft_head.stored()})
 
     def loss(self, batch: Batch) -> Tensor:
         """Block loss and selector's cross-entropy over one sum of weights; see the module."""
         wanted, there = labels(batch, self.draft_len)
         hidden = self.hidden(batch)[:, :, 1:].contiguous()
-        logits = self.head(hidden)
-        each = self._each(batch, self.flash2.scaled(logits), wanted)
-        weight = block_weights(each, there, d_pace=self._d_pace)
+        logits = self.draft_head.logits(hidden)
+        columns, known = self.draft_head.columns(wanted)
+        each = self._each(batch, self.flash2.scaled(logits), columns)
+        weight = block_weights(each, there & known, d_pace=self._d_pace)
         ids, scores = self._scores(batch, hidden, logits)
         found = ids == wanted[..., None]
         gold = found.int().argmax(-1)
@@ -109,17 +117,18 @@ class DFlash2Network(DFlashNetwork):
         the text's own token before.
         """
         hidden = self.hidden(batch)[:, :, 1:].contiguous()
-        return self._scores(batch, hidden, self.head(hidden))
+        return self._scores(batch, hidden, self.draft_head.logits(hidden))
 
     def _scores(self, batch: Batch, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        ids = logits.detach().topk(self.flash2.top_k, -1).indices
+        columns = logits.detach().topk(self.flash2.top_k, -1).indices
+        ids = self.draft_head.tokens(columns)
         before = batch.tokens_at(batch.places(0, self.draft_len))
         bond = bonds(
             F.embedding(before, self.tensors[BEFORE]),
             hidden @ self.tensors[PROJECTION].t(),
             F.embedding(ids, self.tensors[AFTER]),
         )
-        return ids, self.flash2.scaled(logits.gather(-1, ids)) + bond
+        return ids, self.flash2.scaled(logits.gather(-1, columns)) + bond
 
     def _around(self, name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         projection = Linear(self.tensors[f"{name}.kernel_projection.weight"], None, False)

@@ -29,9 +29,12 @@ class DSparkNetwork(DFlashNetwork):
     """
 
     recipe = "dspark"
+    by_head_row: tuple[str, ...] = ("markov_head.markov_w2.weight",)
 
-    def __init__(self, config: DSparkConfig, target: Model, *, seed: int) -> None:
-        super().__init__(config.flash, target, seed=seed, shapes=config.shapes)
+    def __init__(
+        self, config: DSparkConfig, target: Model, *, seed: int, vocab: Tensor | None = None
+    ) -> None:
+        super().__init__(config.flash, target, seed=seed, shapes=config.shapes, vocab=vocab)
         self.spark, self.draft_len = config, config.flash.block_size
         self.needs = (*config.flash.taps, target.config.num_layers)
         with torch.no_grad():
@@ -40,10 +43,10 @@ class DSparkNetwork(DFlashNetwork):
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the checkpoint."""
-        save_dspark(folder, self.spark, tensors)
+        save_dspark(folder, self.spark, {**tensors, **self.draft_head.stored()})
 
     def logits(self, batch: Batch) -> Tensor:
-        """[texts, blocks, draft_len, vocab]: what each row drafts, the text's tokens before it."""
+        """[texts, blocks, draft_len, head's rows]: what each row drafts after the text's tokens."""
         return self._walk(batch)[0]
 
     def loss(self, batch: Batch) -> Tensor:
@@ -52,8 +55,11 @@ class DSparkNetwork(DFlashNetwork):
         logits, confidence = self._walk(batch)
         logits = logits.float()
         last = batch.features_at(batch.places(0, self.draft_len), -1)
-        distance = (logits.softmax(-1) - target_law(self._target, last)).abs().sum(-1)
-        total = _CE * hard(logits, wanted) + _L1 * distance
+        law = self.draft_head.cut(target_law(self._target, last))
+        missed = 1 - law.sum(-1)  # by a reduced head
+        distance = (logits.softmax(-1) - law).abs().sum(-1) + missed
+        columns, known = self.draft_head.columns(wanted)
+        total = _CE * hard(logits, columns) * known + _L1 * distance
         if confidence is not None:
             accepted = (1 - distance.detach() / 2).clamp(0, 1)
             total = total + F.binary_cross_entropy_with_logits(
@@ -62,7 +68,7 @@ class DSparkNetwork(DFlashNetwork):
         return weighted(total, math.exp(-1 / _GAMMA), there)
 
     def _walk(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Logits [texts, blocks, draft_len, vocab] and the confidence head's, one fewer axis."""
+        """Logits [texts, blocks, draft_len, head's rows], and the confidence head's."""
         hidden = self.hidden(batch)
         first = self.tensors["markov_head.markov_w1.weight"]
         second = self.tensors["markov_head.markov_w2.weight"]
@@ -74,7 +80,7 @@ class DSparkNetwork(DFlashNetwork):
                 self.spark.markov, embedded[:, :, i], hidden[:, :, i], state, self._mixed
             )
             read.append(one)
-        logits = self.head(hidden) + torch.stack(read, 2) @ second.t()
+        logits = self.draft_head.logits(hidden) + torch.stack(read, 2) @ second.t()
         if not self.spark.confident:
             return logits, None
         both = torch.cat((hidden, embedded), -1)

@@ -16,6 +16,7 @@ from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model
 from slipstream.models.eagle3 import Eagle3Config, default_taps, save_eagle3
 from slipstream.train.chain import ChainNetwork
+from slipstream.train.head import normalized, trained
 from slipstream.train.recipe import Batch, labels, soft, target_law, weighted
 
 _DECAY = 0.8
@@ -52,7 +53,6 @@ class Eagle3Network(ChainNetwork):
     """See the module; `needs` ends in the last layer's output, which gives the target's law.
 
     `vocab`: ids int64 [config.draft_vocab] of the tokens it may draft, ascending, or None for all.
-    The head is the target's own, or its rows at these ids.
     """
 
     recipe = "eagle3"
@@ -66,24 +66,21 @@ class Eagle3Network(ChainNetwork):
         seed: int,
         vocab: Tensor | None = None,
     ) -> None:
-        own = {n: s for n, s in config.shapes.items() if n not in ("lm_head.weight", "d2t")}
-        super().__init__(config.model, own, target, prefix="layers.0.", draft_len=steps, seed=seed)
+        super().__init__(
+            config.model,
+            trained(config.shapes),
+            target,
+            prefix="layers.0.",
+            draft_len=steps,
+            seed=seed,
+            vocab=vocab,
+        )
         self.config = config
         self.needs = (*config.taps, target.config.num_layers)
-        self.vocab, self._rows = vocab, None
-        if vocab is not None:
-            self.vocab = vocab.to(target.device)
-            self._rows = target.head.weight[self.vocab]
-            self._known = torch.zeros(target.config.vocab_size, dtype=torch.bool)
-            self._known[vocab] = True
-            self._known = self._known.to(target.device)
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the checkpoint."""
-        if self.vocab is not None and self._rows is not None:
-            offsets = self.vocab - torch.arange(len(self.vocab), device=self.vocab.device)
-            tensors = {**tensors, "lm_head.weight": self._rows.bfloat16(), "d2t": offsets}
-        save_eagle3(folder, self.config, tensors)
+        save_eagle3(folder, self.config, {**tensors, **self.draft_head.stored()})
 
     def start(self, features: Tensor) -> Tensor:
         """The tapped layers, joined."""
@@ -100,17 +97,6 @@ class Eagle3Network(ChainNetwork):
         normed = self.norm(x, "norm")
         return normed, normed if self.config.norm_output else x
 
-    def head(self, normed: Tensor) -> Tensor:
-        """Logits over `vocab`, or over all tokens."""
-        if self._rows is None:
-            return super().head(normed)
-        return normed.to(self._rows.dtype) @ self._rows.t()
-
-    def drafted(self, logits: Tensor) -> Tensor:
-        """The likeliest token, as the target counts them."""
-        said = super().drafted(logits)
-        return said if self.vocab is None else self.vocab[said]
-
     def loss(self, batch: Batch) -> Tensor:
         """Weighted mean over anchors and steps; see the module. With a reduced vocabulary the
         target's law is cut to it, and places where its likeliest token is missing teach nothing.
@@ -119,10 +105,7 @@ class Eagle3Network(ChainNetwork):
         at, each = batch.places(0, self.draft_len), []
         for step, normed in enumerate(self.unrolled(batch)):
             law = target_law(self.target, batch.features_at(at[..., step], -1))
-            if self.vocab is not None:
-                known = self._known[law.argmax(-1)]
-                there[..., step] &= known
-                law = law[..., self.vocab]
-                law = law / law.sum(-1, keepdim=True).clamp(min=1e-9)
-            each.append(soft(self.head(normed), law))
+            there[..., step] &= self.draft_head.columns(law.argmax(-1))[1]
+            law = normalized(self.draft_head.cut(law))
+            each.append(soft(self.draft_head.logits(normed), law))
         return weighted(torch.stack(each, -1), _DECAY, there)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.errors import ModelError
-from slipstream.models.checkpoint import opened
 from slipstream.models.dense import Model
+from slipstream.train.head import DraftHead, target_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,16 @@ class Batch:
 class Network(Protocol):
     """A drafter in training: float32 tensors by checkpoint name and its behavior on texts.
 
-    The k-th draft token behind an anchor stands for the token at anchor + k.
+    The k-th draft token behind an anchor stands for the token at anchor + k. `by_head_row`: tensors
+    with one row for each row of the head.
     """
 
     recipe: str
     needs: tuple[int, ...]
     draft_len: int
     tensors: dict[str, Tensor]
+    draft_head: DraftHead
+    by_head_row: tuple[str, ...]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -77,22 +79,6 @@ class Network(Protocol):
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors as a checkpoint in the published layout."""
         ...
-
-
-def go_on_from(network: Network, folder: Path, target: Model) -> None:
-    """Put a checkpoint's weights where random ones were. Raises `ModelError` naming the first
-    tensor that it lacks or that has another shape.
-    """
-    with opened(folder, target=target) as handles, torch.no_grad():
-        for name, own in network.tensors.items():
-            found = handles[name].get_tensor(name) if name in handles else None
-            if found is None or found.shape != own.shape:
-                has = "none" if found is None else str(list(found.shape))
-                raise ModelError(
-                    f"{folder} cannot be trained on: {name} should be {list(own.shape)}, it has "
-                    f"{has}; give the recipe and the sizes it was trained with."
-                )
-            own.copy_(found)
 
 
 def labels(batch: Batch, count: int) -> tuple[Tensor, Tensor]:
@@ -123,12 +109,6 @@ def hard(logits: Tensor, wanted: Tensor) -> Tensor:
 def soft(logits: Tensor, law: Tensor) -> Tensor:
     """Cross-entropy to laws [..., vocab], in their leading shape, float32."""
     return -(law * logits.float().log_softmax(-1)).sum(-1)
-
-
-def target_logits(target: Model, hidden: Tensor) -> Tensor:
-    """The target's own head over normed states [..., hidden], in the head's dtype."""
-    weight = target.head.weight
-    return hidden.to(weight.dtype) @ weight.t()
 
 
 def target_law(target: Model, last: Tensor) -> Tensor:

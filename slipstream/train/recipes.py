@@ -15,12 +15,13 @@ from slipstream.train.recipe import Network
 
 _TAKES: dict[str, tuple[str, ...]] = {
     "mtp": ("soft",),
-    "eagle3": ("draft_vocab",),
+    "eagle3": (),
     "dflash": ("layers", "taps", "d_pace", "soft"),
     "dflash2": ("layers", "taps", "d_pace", "soft", "rank"),
     "dspark": ("layers", "taps", "markov", "rank"),
 }
 """What of a `Shape` a recipe takes, beside what all take."""
+_ALL_TAKE = ("draft_len", "intermediate_size", "draft_vocab", "mask_token_id")
 
 RECIPES = tuple(_TAKES)
 
@@ -30,8 +31,8 @@ class Shape:
     """What may be chosen of a drafter's size and loss; a recipe takes what it knows. `draft_len`:
     tokens it is trained to draft. `d_pace`: D-PACE weights of the block loss. `soft`: learn the
     target's law, not its tokens. `markov`: DSpark's Markov head, of `rank`, which is also the rank
-    of DFlash2's selector. `draft_vocab`: how many of the texts' most frequent tokens EAGLE-3 may
-    draft, None for all. `mask_token_id`: a token that text never holds.
+    of DFlash2's selector. `draft_vocab`: how many of the texts' most frequent tokens it may draft,
+    None for all. `mask_token_id`: a token that text never holds.
     """
 
     draft_len: int
@@ -59,17 +60,15 @@ def make(
         raise InvalidConfig(f"recipe is {recipe!r}; choose one of {', '.join(RECIPES)}.")
     if not 1 <= shape.draft_len <= 32:
         raise InvalidConfig(f"draft_len is {shape.draft_len}; allowed: 1 to 32.")
-    for name, default in (
-        (f.name, f.default) for f in fields(Shape) if f.name not in ("draft_len", "mask_token_id")
-    ):
+    for name, default in ((f.name, f.default) for f in fields(Shape) if f.name not in _ALL_TAKE):
         value = getattr(shape, name)
-        if name != "intermediate_size" and name not in _TAKES[recipe] and value != default:
+        if name not in _TAKES[recipe] and value != default:
             takers = ", ".join(r for r, taken in _TAKES.items() if name in taken)
             raise InvalidConfig(f"{name} is {value!r}; {recipe} does not take it, {takers} do.")
     if shape.d_pace and shape.soft:
         raise InvalidConfig("d_pace and soft are both set; they exclude each other, choose one.")
+    vocab = _frequent(counts, shape.draft_vocab, target.config.vocab_size)
     if recipe == "eagle3":
-        vocab = _frequent(counts, shape.draft_vocab, target.config.vocab_size)
         own = eagle3.draft_config(
             target.config,
             intermediate_size=shape.intermediate_size,
@@ -77,8 +76,19 @@ def make(
         )
         return eagle3.Eagle3Network(own, target, steps=shape.draft_len, seed=seed, vocab=vocab)
     if recipe == "mtp":
-        head = head_config(target.config, intermediate_size=shape.intermediate_size)
-        return mtp.MtpNetwork(head, target, steps=shape.draft_len, seed=seed, soft=shape.soft)
+        head = head_config(
+            target.config,
+            intermediate_size=shape.intermediate_size,
+            draft_vocab=shape.draft_vocab,
+        )
+        return mtp.MtpNetwork(
+            head, target, steps=shape.draft_len, seed=seed, soft=shape.soft, vocab=vocab
+        )
+    return _block(recipe, target, shape, seed=seed, vocab=vocab)
+
+
+def _block(recipe: str, target: Model, shape: Shape, *, seed: int, vocab: Tensor | None) -> Network:
+    """DFlash or a descendant."""
     # DSpark drafts from the anchor's row too.
     sizes = dflash.Shape(
         layers=shape.layers,
@@ -86,18 +96,25 @@ def make(
         block_size=shape.draft_len + (recipe != "dspark"),
         taps=shape.taps,
     )
-    config = dflash.draft_config(target.config, sizes, mask_token_id=shape.mask_token_id)
+    config = dflash.draft_config(
+        target.config, sizes, mask_token_id=shape.mask_token_id, draft_vocab=shape.draft_vocab
+    )
     if recipe == "dflash":
-        return dflash.DFlashNetwork(config, target, seed=seed, d_pace=shape.d_pace, soft=shape.soft)
+        return dflash.DFlashNetwork(
+            config, target, seed=seed, d_pace=shape.d_pace, soft=shape.soft, vocab=vocab
+        )
     if recipe == "dflash2":
         full = dflash2.full_config(config, rank=shape.rank)
-        return dflash2.DFlash2Network(full, target, seed=seed, d_pace=shape.d_pace, soft=shape.soft)
+        return dflash2.DFlash2Network(
+            full, target, seed=seed, d_pace=shape.d_pace, soft=shape.soft, vocab=vocab
+        )
     if shape.markov not in MARKOV or shape.rank < 1:
         raise InvalidConfig(
             f"markov is {shape.markov!r} of rank {shape.rank}; choose one of "
             f"{', '.join(MARKOV)}, of rank 1 or more."
         )
-    return dspark.DSparkNetwork(DSparkConfig(config, shape.markov, shape.rank), target, seed=seed)
+    spark = DSparkConfig(config, shape.markov, shape.rank)
+    return dspark.DSparkNetwork(spark, target, seed=seed, vocab=vocab)
 
 
 def _frequent(counts: Tensor | None, size: int | None, vocab: int) -> Tensor | None:

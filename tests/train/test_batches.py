@@ -14,9 +14,9 @@ from slipstream.engine import LLM
 from slipstream.errors import InvalidConfig, ModelError
 from slipstream.models.tiny import save_tiny, tiny_model
 from slipstream.train import data
+from slipstream.train.begin import go_on_from
 from slipstream.train.data import Features, own_answers, text_of
 from slipstream.train.optimizer import Optimizer
-from slipstream.train.recipe import go_on_from
 from slipstream.train.recipes import RECIPES, Shape, make
 from slipstream.train.trainer import Plan, Trainer
 from slipstream.types import SamplingParams
@@ -84,7 +84,7 @@ def test_a_reduced_vocabulary_is_the_texts_most_frequent(tmp_path):
     counts[[7, 300, 41]] = torch.tensor([5, 9, 2])
     shape = Shape(draft_len=2, draft_vocab=3)
     net = make("eagle3", LOADED.model, shape, seed=0, counts=counts)
-    assert net.vocab.tolist() == [7, 41, 300]
+    assert net.draft_head.vocab.tolist() == [7, 41, 300]
     net.save(tmp_path, net.tensors)
     held = load_file(tmp_path / "model.safetensors")
     assert (held["d2t"] + torch.arange(3)).tolist() == [7, 41, 300]
@@ -137,9 +137,53 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
     for name, tensor in new.tensors.items():
         assert torch.equal(tensor, old.tensors[name].bfloat16().float())
         assert tensor.requires_grad
-    wider = make("dflash", LOADED.model, replace(shape, layers=2), seed=2)
-    with pytest.raises(ModelError, match=r"cannot be trained on: layers.1.* it has none"):
-        go_on_from(wider, tmp_path, LOADED.model)
+    narrower = make("dflash", LOADED.model, replace(shape, intermediate_size=16), seed=2)
+    with pytest.raises(
+        ModelError, match=r"cannot be trained on: .* should be \[16, 48\] or smaller"
+    ):
+        go_on_from(narrower, tmp_path, LOADED.model)
+    with pytest.raises(ModelError, match=r"none of the tensors of mtp, such as model\.layers"):
+        go_on_from(make("mtp", LOADED.model, Shape(draft_len=2), seed=0), tmp_path, LOADED.model)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_larger_network_begins_as_the_same_function(recipe, tmp_path):
+    taps = {"taps": 2} if recipe.startswith("d") else {}
+    shape = Shape(draft_len=3, mask_token_id=319, intermediate_size=32, **taps)
+    old = make(recipe, LOADED.model, shape, seed=1)
+    if recipe == "dspark":
+        torch.nn.init.normal_(old.tensors["markov_head.markov_w2.weight"])
+    for tensor in old.tensors.values():
+        tensor.data = tensor.data.bfloat16().float()
+    old.save(tmp_path, old.tensors)
+    more = {"layers": 2} if taps else {}
+    new = make(recipe, LOADED.model, replace(shape, intermediate_size=64, **more), seed=2)
+    go_on_from(new, tmp_path, LOADED.model)
+    batch = Features(LOADED, old.needs, longest=200).batch(
+        [text_of(list(range(8)), list(range(20, 40)), "chat")], np.array([[9, 15]])
+    )
+    with torch.no_grad():
+        assert torch.allclose(new.logits(batch), old.logits(batch), atol=1e-5)
+
+
+def test_rows_of_a_reduced_head_follow_their_tokens(tmp_path):
+    """DSpark's second Markov matrix has a row for each token that may be drafted."""
+    shape = Shape(draft_len=3, taps=2, mask_token_id=319, rank=4, draft_vocab=3)
+    counts = torch.zeros(3, 320, dtype=torch.int64)
+    counts[0, [7, 41, 300]] = counts[1, [8, 41, 300]] = 1
+    name, name_all = "markov_head.markov_w2.weight", "markov_head.markov_w1.weight"
+    old = make("dspark", LOADED.model, shape, seed=1, counts=counts[0])
+    old.tensors[name].data = torch.arange(12.0).view(3, 4)
+    old.save(tmp_path, old.tensors)
+    new = make("dspark", LOADED.model, shape, seed=2, counts=counts[1])
+    go_on_from(new, tmp_path, LOADED.model)
+    assert new.tensors[name].tolist() == [[0.0] * 4, [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert torch.equal(new.tensors[name_all], old.tensors[name_all])
+    whole = make("dspark", LOADED.model, replace(shape, draft_vocab=None), seed=1)
+    whole.tensors[name].data = torch.arange(1280.0).view(320, 4)
+    whole.save(tmp_path / "whole", whole.tensors)
+    go_on_from(new, tmp_path / "whole", LOADED.model)
+    assert new.tensors[name][:, 0].tolist() == [4 * 8, 4 * 41, 4 * 300]
 
 
 @pytest.mark.parametrize(

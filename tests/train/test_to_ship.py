@@ -1,7 +1,10 @@
 """From texts on disk to the small folder that ships, by the two commands, for every recipe."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from slipstream.cli import app
@@ -21,7 +24,7 @@ MORE = {
     "mtp": ["--soft", "--optimizer", "muon"],
     "eagle3": ["--draft-vocab", "100"],
     "dflash": ["--soft", "--inner", "64", "--taps", "2"],
-    "dflash2": ["--soft", "--rank", "8", "--taps", "2"],
+    "dflash2": ["--soft", "--rank", "8", "--taps", "2", "--draft-vocab", "100"],
     "dspark": ["--markov", "gated", "--rank", "8", "--taps", "2"],
 }
 
@@ -69,3 +72,40 @@ def test_what_was_trained_on_texts_ships(recipe, target, tmp_path, monkeypatch):
     done = arm.generate(work, ANSWER)
     assert [c.token_ids for c in done] == [c.token_ids for c in plain.generate(work, ANSWER)]
     assert sum(r.drafted for c in done for r in c.records) > 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_reduced_head_ships_as_ids_and_is_whole_where_others_need_it(recipe, target, tmp_path):
+    """Tokens without a row are never drafted, and the folder holds no head."""
+    model, out, small, full = (target / "target", *(tmp_path / n for n in ("out", "small", "full")))
+    command(
+        *("train", recipe, "--target", model, "--texts", target / "texts", "--out", out),
+        *("--draft-vocab", 60, "--steps", 2, "--batch", 2, "--anchors", 4, "--device", "cpu"),
+        *(["--taps", 2] if recipe.startswith("d") else []),
+        *(["--rank", 8] if recipe in ("dflash2", "dspark") else []),
+    )
+    command("export", f"{recipe}:{out}", "--model", model, "--compact", "--out", small)
+    kept = load_file(small / "model.safetensors")
+    assert "lm_head.weight" not in kept
+    if recipe == "dflash2":
+        assert kept["candidate_selector.successor_codebook"].shape == (60, 8)
+        assert kept["candidate_selector.predecessor_codebook"].shape == (320, 8)
+    known = {*(kept["d2t"] + torch.arange(60)).tolist()}
+    assert len(known) == 60
+    arm = LLM(str(model), dtype="float32", drafter=f"{recipe}:{small}:3")
+    drafted = []
+    draft = arm.drafter.draft
+
+    def seen(rows, lens):
+        made = draft(rows, lens)
+        drafted.extend(t for i in range(len(rows)) for t in made.row(i))
+        return made
+
+    arm.drafter.draft = seen
+    hot = replace(ANSWER, temperature=1.0, seed=3)
+    arm.generate([list(range(24, 32)), [5, 6, 7]], [ANSWER, hot])
+    assert drafted
+    assert {*drafted} <= known
+    command("export", f"{recipe}:{small}", "--model", model, "--out", full)
+    whole = recipe in ("mtp", "dflash", "dflash2")
+    assert ("d2t" in load_file(full / "model.safetensors")) is not whole
