@@ -25,8 +25,8 @@ _PATIENCE = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place among the `size` that train together, from 0 on. The first one speaks,
-    measures and writes.
+    """One process's place among the `size` that train together: `rank`, from 0 on. The first one
+    speaks, measures and writes.
     """
 
     rank: int = 0
@@ -84,9 +84,9 @@ class _Module(nn.Module):
 
 @contextmanager
 def world_of(device: str | None) -> Iterator[tuple[World, str]]:
-    """This process's world, and the device it trains on, which is a GPU of its own or the CPU.
+    """Where this process stands, and the device it trains on: a GPU of its own, or the CPU.
 
-    Without torchrun the world is this process. `device`: "cpu", "cuda", or None for a GPU if there
+    Without torchrun it is alone. `device`: "cpu", "cuda", or None for a GPU if there
     is any. Raises `InvalidConfig` where there are more processes than GPUs.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

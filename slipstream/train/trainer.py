@@ -38,8 +38,8 @@ class Plan:
     """How to train. `anchors` blocks of each of `batch` texts make a step; the learning rate rises
     over `warmup` of the way and falls as a cosine to a hundredth. `held_out`: share of the texts
     that is never trained on. `minutes`: train that long instead of `steps`; then the way is time.
-    `reports`: times, evenly spread, that acceptance is measured and a checkpoint written. Of several
-    processes each takes `batch` texts a step.
+    `reports`: times, evenly spread, that acceptance is measured and a checkpoint written. Each of
+    several processes takes `batch` texts a step.
     """
 
     steps: int = 1000
@@ -185,7 +185,7 @@ class Trainer:
         return self.world.mean(value.detach())
 
     def _picked(self) -> tuple[list[Text], IntArray]:
-        """This process's texts of the step, and their anchors. What all pick together is what one
+        """The step's texts of this process, and their anchors. What all pick together is what one
         process would pick with a batch as large as all of theirs.
         """
         rng = np.random.default_rng((self.plan.seed, self.step))
@@ -238,8 +238,8 @@ class Trainer:
             (self.out / HISTORY).unlink(missing_ok=True)
         if self.step != self.world.of_first(self.step):
             raise InvalidConfig(
-                f"{self.out} holds the checkpoint for some of the processes only; give a folder that "
-                "all of them see."
+                f"{self.out} holds the checkpoint for some of the processes only; give a folder "
+                "that all of them see."
             )
 
     def _restore(self, file: Path) -> None:
