@@ -286,7 +286,7 @@ def export(
 
 @app.command(epilog="Example: `slipstream texts --out my_texts --tokens 1000000`")
 def texts(
-    out: Annotated[Path, typer.Option(help="Folder; each seed adds a shard.")],
+    out: Annotated[Path, typer.Option(help="Folder; a seed is a shard; a stopped run resumes.")],
     target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(help="Tokens of its own to make.")] = 100_000,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
