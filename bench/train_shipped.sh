@@ -4,20 +4,18 @@
 #     bench/train_shipped.sh [FOLDER]
 #
 # Wants one GPU of 80 GB or more; on one NVIDIA H200 it takes 20 minutes. The texts are seven shards
-# of what 3.3 minutes allow (9.6 million tokens there); a training that was stopped resumes.
+# of what 3.3 minutes allow (9.6 million tokens there); what was stopped resumes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 FOLDER=${1:-runs/shipped}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$FOLDER"
 
-if ! ls "$FOLDER"/texts/*.npz >/dev/null 2>&1; then
-  for seed in 11 12 13 14 15 16 17; do
-    "$PYTHON" -m slipstream texts --out "$FOLDER/texts" --tokens 3000000 --users 256 \
-      --seed "$seed" --minutes 3.3 &
-  done
-  wait
-fi
+for seed in 11 12 13 14 15 16 17; do
+  "$PYTHON" -m slipstream texts --out "$FOLDER/texts" --tokens 3000000 --users 256 \
+    --seed "$seed" --minutes 3.3 &
+done
+wait
 
 train() {
   local method=$1

@@ -240,7 +240,7 @@ def train(
     begin: Annotated[Path | None, typer.Option("--from", help="A checkpoint to train on.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 1000,
     minutes: Annotated[float | None, typer.Option(help="Train that long instead.")] = None,
-    batch: Annotated[int, typer.Option(help="Texts a step.")] = 4,
+    batch: Annotated[int, typer.Option(help="Texts a step and process.")] = 4,
     anchors: Annotated[int, typer.Option(help="Blocks a text and step.")] = 64,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 6e-4,
     draft_len: Annotated[int, typer.Option(help="Draft tokens it is trained for.")] = 7,
@@ -286,7 +286,7 @@ def export(
 
 @app.command(epilog="Example: `slipstream texts --out my_texts --tokens 1000000`")
 def texts(
-    out: Annotated[Path, typer.Option(help="Folder; each seed adds a shard.")],
+    out: Annotated[Path, typer.Option(help="Folder; a seed is a shard; a stopped run resumes.")],
     target: Annotated[str, typer.Option(help="Model that answers.")] = "smollm2-135m",
     tokens: Annotated[int, typer.Option(help="Tokens of its own to make.")] = 100_000,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from slipstream.lab.prompts import json_tasks, pool
 from slipstream.lab.prompts.documents import document_prompt
 from slipstream.train import prompts
 from slipstream.train.data import Text, self_prompts, text_of
-from slipstream.train.shards import make_folder, own_tokens, write_shard
+from slipstream.train.shards import make_folder, own_tokens, resumed, write_shard
 from slipstream.types import SamplingParams
 
 Say = Callable[[str], None]
@@ -46,6 +47,8 @@ _SAMPLING: tuple[dict[str, float], ...] = (
     {"temperature": 0.8, "top_p": 0.95},
 )
 """Drawn from: half of what is measured is greedy, the rest mild, and some of it varied."""
+_BETWEEN, _RESERVED = 30.0, 20
+"""Seconds between writes of a shard, and how many times what a write took must lie between."""
 _SEED_OFFSET = 7_000_000
 """Documents and JSON tasks follow from a seed; the lab's grids never count this high."""
 
@@ -65,7 +68,10 @@ class Wish:
 
 
 def run_texts(wish: Wish, *, say: Say) -> None:
-    """Write one shard, named after the seed. Raises `InvalidConfig` for values without sense."""
+    """Write one shard, named after the seed; one that was interrupted is gone on with, and one that
+    is complete is left as it is. Raises `InvalidConfig` for values without sense, and for a shard
+    that was made otherwise.
+    """
     for name, value in (("tokens", wish.tokens), ("max_tokens", wish.max_tokens)):
         if value < 2:
             raise InvalidConfig(f"{name} is {value}; allowed: 2 or more.")
@@ -83,36 +89,84 @@ def run_texts(wish: Wish, *, say: Say) -> None:
         kv_tokens=room,
         prefill_chunk=4096,
     )
-    begun, texts, turn = time.perf_counter(), list[Text](), 0
-    maker = _Maker(llm, wish)
-    while own_tokens(texts) < wish.tokens:
-        spent = time.perf_counter() - begun
-        if wish.minutes is not None and spent > 60 * wish.minutes:
-            break
-        made = maker.round(turn)
+    _Making(llm, wish, say).run()
+
+
+class _Making:
+    """Makes rounds of texts and writes them as it goes; an interrupted one is gone on with."""
+
+    def __init__(self, llm: LLM, wish: Wish, say: Say) -> None:
+        self._llm, self._wish, self._say = llm, wish, say
+        self._how = {
+            "seed": wish.seed,
+            "max_tokens": wish.max_tokens,
+            "users": wish.users,  # as are prompts a round
+            "sampling": list(_SAMPLING),
+            "drafter": "ngram:3",
+            "model": llm.loaded.name,
+        }
+        target = llm.loaded.fingerprint
+        self._before, said = resumed(wish.out, self._name, target=target, how=self._how)
+        self._first, spent = int(said.get("rounds", 0)), float(said.get("seconds", 0))
+        # Rounds, not texts and a count: an interruption could come between the two.
+        self._rounds: list[list[Text]] = []
+        if said:
+            say(f"{self._told()} are there already, of {self._first} rounds in {spent:.0f} s.")
+        self._begun = time.perf_counter() - spent
+        self._written, self._due = 0, 0.0
+
+    def run(self) -> None:
+        """Until there are enough, or time is over. Whatever ends it, whole rounds are kept."""
+        maker = _Maker(self._llm, self._wish)
+        try:
+            while not self._done():
+                self._rounds.append(self._round(maker))
+                rate = own_tokens(self._texts()) / self._spent()
+                self._say(f"{self._told()} of {self._wish.tokens:,}, {rate:,.0f} tok/s")
+                if self._spent() > self._due:
+                    self._write()
+        finally:
+            if self._written < len(self._rounds):
+                self._write()
+        self._say(f"{self._wish.out / self._name}.npz: {self._told()} of the target's own.")
+
+    def _done(self) -> bool:
+        minutes = self._wish.minutes
+        timed_out = minutes is not None and self._spent() > 60 * minutes
+        return timed_out or own_tokens(self._texts()) >= self._wish.tokens
+
+    def _round(self, maker: _Maker) -> list[Text]:
+        made = maker.round(self._first + len(self._rounds))
         if not made:
+            config = self._llm.loaded.config
             raise InvalidConfig(
-                f"{llm.loaded.name} gave no answer in a whole round; max_tokens is "
-                f"{wish.max_tokens} of its context of {llm.loaded.config.max_context}, try fewer."
+                f"{self._llm.loaded.name} gave no answer in a whole round; max_tokens is "
+                f"{self._wish.max_tokens} of its context of {config.max_context}, try fewer."
             )
-        texts += made
-        turn += 1
-        spent = time.perf_counter() - begun
-        say(
-            f"{len(texts)} texts, {own_tokens(texts):,} of {wish.tokens:,} tokens, "
-            f"{own_tokens(texts) / spent:,.0f} tok/s"
-        )
-    how = {
-        "seed": wish.seed,
-        "max_tokens": wish.max_tokens,
-        "sampling": list(_SAMPLING),
-        "drafter": "ngram:3",
-        "model": llm.loaded.name,
-    }
-    file = write_shard(
-        wish.out, f"texts-{wish.seed}", texts, target=llm.loaded.fingerprint, more=how
-    )
-    say(f"{file}: {len(texts)} texts, {own_tokens(texts):,} tokens of the target's own.")
+        return made
+
+    def _write(self) -> None:
+        begun, count = self._spent(), len(self._rounds)
+        more = {**self._how, "rounds": self._first + count, "seconds": round(begun, 1)}
+        target = self._llm.loaded.fingerprint
+        write_shard(self._wish.out, self._name, self._texts(), target=target, more=more)
+        self._written = count
+        self._due = self._spent() + max(_BETWEEN, _RESERVED * (self._spent() - begun))
+
+    def _spent(self) -> float:
+        """Seconds, those of interrupted commands included."""
+        return time.perf_counter() - self._begun
+
+    def _told(self) -> str:
+        texts = self._texts()
+        return f"{len(texts)} texts, {own_tokens(texts):,} tokens"
+
+    def _texts(self) -> list[Text]:
+        return [*self._before, *chain.from_iterable(self._rounds)]
+
+    @property
+    def _name(self) -> str:
+        return f"texts-{self._wish.seed}"
 
 
 class _Maker:

@@ -23,9 +23,10 @@ from slipstream.lab.cards import TRAINING
 from slipstream.lab.prompts import from_file
 from slipstream.train.begin import go_on_from
 from slipstream.train.data import Text, own_answers, self_prompts
+from slipstream.train.parallel import World, world_of
 from slipstream.train.recipes import RECIPES, Shape, make
 from slipstream.train.shards import own_tokens, read_shards
-from slipstream.train.trainer import HISTORY, Plan, Trainer
+from slipstream.train.trainer import HISTORY, Plan, Trainer, silent
 from slipstream.types import SamplingParams
 
 Say = Callable[[str], None]
@@ -55,10 +56,31 @@ class Order:
 
 def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
     """Train, export to `order.out`, and write `loss.svg`, the card `README.md` and what it says for
-    machines (`training.json`, see `lab.cards`) beside it.
+    machines (`training.json`, see `lab.cards`) beside it. Several processes of torchrun train
+    together.
 
     Raises `InvalidConfig` for unknown recipes and values that make no sense.
     """
+    _check(order, plan)
+    with world_of(order.device) as (world, device):
+        if world.size > 1 and order.texts is None:
+            raise InvalidConfig(
+                f"texts is not given and {world.size} processes train; make texts first with "
+                "`slipstream texts` and give their folder."
+            )
+        trainer, texts = _trainer(order, shape, plan, world, device, say=say)
+        trainer.run()
+        if world.is_first:
+            draw_loss(order.out)
+            record = _record(order, plan, trainer, texts)
+            written = json.dumps(record, indent=1) + "\n"
+            (order.out / TRAINING).write_text(written, encoding="utf-8")
+            (order.out / "README.md").write_text(_card(order, trainer, record), encoding="utf-8")
+            use = f"--drafter {order.recipe}:{order.out}"
+            say(f"Checkpoint, plot and card: {order.out}. Use it: {use}")
+
+
+def _check(order: Order, plan: Plan) -> None:
     if order.recipe not in RECIPES:
         raise InvalidConfig(f"recipe is {order.recipe!r}; choose one of {', '.join(RECIPES)}.")
     for name, value in (
@@ -71,7 +93,13 @@ def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
             raise InvalidConfig(f"{name} is {value}; allowed: 1 or more.")
     if plan.minutes is not None and plan.minutes <= 0:
         raise InvalidConfig(f"minutes is {plan.minutes}; allowed: above 0.")
-    device = order.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _trainer(
+    order: Order, shape: Shape, plan: Plan, world: World, device: str, *, say: Say
+) -> tuple[Trainer, list[Text]]:
+    """Ready to run, and the texts it learns from and is measured on."""
+    say = say if world.is_first else silent
     dtype = "bfloat16" if device.startswith("cuda") else "float32"
     kv_tokens = _LITTLE if order.texts else None  # nothing is asked then
     llm = LLM(order.target, drafter="ngram:3", dtype=dtype, device=device, kv_tokens=kv_tokens)
@@ -85,13 +113,8 @@ def run_train(order: Order, shape: Shape, plan: Plan, *, say: Say) -> None:
     )
     if order.begin is not None:
         go_on_from(network, order.begin, llm.loaded.model)
-    trainer = Trainer(llm.loaded, network, texts, plan, out=order.out, say=say)
-    trainer.run()
-    draw_loss(order.out)
-    record = _record(order, plan, trainer, texts)
-    (order.out / TRAINING).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (order.out / "README.md").write_text(_card(order, trainer, record), encoding="utf-8")
-    say(f"Checkpoint, plot and card: {order.out}. Use it: --drafter {order.recipe}:{order.out}")
+    trainer = Trainer(llm.loaded, network, texts, plan, out=order.out, say=say, world=world)
+    return trainer, texts
 
 
 def mask_token(llm: LLM) -> int:
@@ -162,6 +185,8 @@ def _record(order: Order, plan: Plan, trainer: Trainer, texts: list[Text]) -> di
     settings = {key: value for key, value in asdict(plan).items() if value is not None}
     if plan.minutes is not None:
         del settings["steps"]  # not what ended it
+    if trainer.world.size > 1:
+        settings["processes"] = trainer.world.size  # each had its own batch
     return {
         "data": f"prompts {source}; {len(texts)} answers of the target{heat}",
         "tokens": own_tokens(texts),

@@ -19,6 +19,7 @@ from slipstream.errors import InvalidConfig
 from slipstream.models.loading import LoadedModel
 from slipstream.train.data import Features, Text
 from slipstream.train.optimizer import Optimizer
+from slipstream.train.parallel import ALONE, World
 from slipstream.train.recipe import Batch, Network
 from slipstream.train.shards import make_folder
 from slipstream.types import IntArray
@@ -37,7 +38,8 @@ class Plan:
     """How to train. `anchors` blocks of each of `batch` texts make a step; the learning rate rises
     over `warmup` of the way and falls as a cosine to a hundredth. `held_out`: share of the texts
     that is never trained on. `minutes`: train that long instead of `steps`; then the way is time.
-    `reports`: times, evenly spread, that acceptance is measured and a checkpoint written.
+    `reports`: times, evenly spread, that acceptance is measured and a checkpoint written. Each of
+    several processes takes `batch` texts a step.
     """
 
     steps: int = 1000
@@ -68,7 +70,11 @@ class Acceptance:
 
 
 class Trainer:
-    """Trains one network on texts, resuming from `out` where it holds a checkpoint of this plan."""
+    """Trains one network on texts, resuming from `out` where it holds a checkpoint of this plan.
+
+    In a `world` of several processes all train, on different texts of the same steps, and only the
+    first speaks and writes.
+    """
 
     def __init__(
         self,
@@ -79,16 +85,23 @@ class Trainer:
         *,
         out: Path,
         say: Say = print,
+        world: World = ALONE,
     ) -> None:
-        self.network, self.plan, self.out, self._say = network, plan, out, say
+        self.network, self.plan, self.out, self.world = network, plan, out, world
+        self._say: Say = say if world.is_first else silent
         held = min(len(texts) - 1, math.ceil(plan.held_out * len(texts)), _HELD)
         self.texts, self.held = list(texts[: len(texts) - held]), list(texts[len(texts) - held :])
         self.texts.sort(key=lambda t: len(t.tokens))  # batches are of texts about as long
         longest = max(len(t.tokens) for t in texts)
         self._features = Features(loaded, network.needs, longest=plan.batch * (longest + 64))
         self._device = loaded.model.device
+        if len(self.texts) < world.size:
+            raise InvalidConfig(
+                f"{len(self.texts)} texts are too few for {world.size} processes; make more."
+            )
+        self._loss = world.joined(network)
         self._optimizer = Optimizer(network.tensors, kind=plan.optimizer, lr=plan.lr)
-        self.step, self._spent = 0, 0.0
+        self.step, self._spent, self._share = 0, 0.0, 0.0
         self._begun = time.perf_counter()
         make_folder(out)
         self._resume(loaded.fingerprint)
@@ -97,35 +110,39 @@ class Trainer:
         """Train to the end; a checkpoint and an export with every report."""
         spoke, recent = time.perf_counter(), list[Tensor]()
         self._begun = spoke - self._spent
+        self._share = self._look()
         due = self._next()
-        while self._share() < 1:
+        while self._share < 1:
             recent.append(self._train())
             self.step += 1
-            if time.perf_counter() - spoke > _QUIET:
+            self._share = self._look()
+            if self.world.is_first and time.perf_counter() - spoke > _QUIET:
                 spoke = time.perf_counter()
                 self._say(
                     f"{self._where()}  loss {float(recent[-1]):.3f}  {self._left():.0f} s left"
                 )
-            if self._share() >= due or self._share() >= 1:
+            if self._share >= due or self._share >= 1:
                 due = self._next()
-                self._report(float(torch.stack(recent).mean()))
-                self._save()
+                if self.world.is_first:
+                    self._report(float(torch.stack(recent).mean()))
+                    self._save()
                 recent = []
 
-    def _share(self) -> float:
-        """How much of the way is done, 1 at the end."""
+    def _look(self) -> float:
+        """How much of the way is done, 1 at the end; by the first process's clock if it is time."""
         if self.plan.minutes is None:
             return self.step / self.plan.steps
-        return (time.perf_counter() - self._begun) / (60 * self.plan.minutes)
+        spent = time.perf_counter() - self._begun
+        return self.world.of_first(spent / (60 * self.plan.minutes))
 
     def _next(self) -> float:
         """The share at which the next report is due."""
-        return (math.floor(self._share() * self.plan.reports + 1e-9) + 1) / self.plan.reports - 1e-9
+        return (math.floor(self._share * self.plan.reports + 1e-9) + 1) / self.plan.reports - 1e-9
 
     def _left(self) -> float:
         """Seconds to the end at this pace."""
-        spent, share = time.perf_counter() - self._begun, self._share()
-        return spent / share * max(0.0, 1 - share)
+        spent = time.perf_counter() - self._begun
+        return spent / self._share * max(0.0, 1 - self._share)
 
     def _where(self) -> str:
         of = f"/{self.plan.steps}" if self.plan.minutes is None else ""
@@ -158,22 +175,30 @@ class Trainer:
         return torch.autocast("cuda", torch.bfloat16, enabled=self._device.type == "cuda")
 
     def _train(self) -> Tensor:
-        """One step; its loss, not yet read back from the device."""
-        rng = np.random.default_rng((self.plan.seed, self.step))
-        first = int(rng.integers(0, max(1, len(self.texts) - self.plan.batch + 1)))
-        picked = self.texts[first : first + self.plan.batch]
-        where = np.stack([rng.integers(*_range(t), self.plan.anchors) for t in picked])
-        batch = self._features.batch(picked, np.sort(where))
+        """One step; its mean loss, not yet read back from the device."""
+        batch = self._features.batch(*self._picked())
         with self._precision():
-            value = self.network.loss(batch)
+            value = self._loss(batch)
         value.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(self.network.tensors.values()), self.plan.clip)
         self._optimizer.step(self._rate())
-        return value.detach()
+        return self.world.mean(value.detach())
+
+    def _picked(self) -> tuple[list[Text], IntArray]:
+        """The step's texts of this process, and their anchors. What all pick together is what one
+        process would pick with a batch as large as all of theirs.
+        """
+        rng = np.random.default_rng((self.plan.seed, self.step))
+        count = self.plan.batch * self.world.size
+        first = int(rng.integers(0, max(1, len(self.texts) - count + 1)))
+        picked = self.texts[first : first + count]
+        where = np.sort([rng.integers(*_range(t), self.plan.anchors) for t in picked])
+        own = slice(self.world.rank, None, self.world.size)
+        return picked[own], where[own]
 
     def _rate(self) -> float:
         """The share of the peak learning rate for the next step."""
-        share, warm = self._share(), self.plan.warmup
+        share, warm = self._share, self.plan.warmup
         if share < warm:
             return max(share / warm, 1e-3)
         return 0.01 + 0.99 * (1 + math.cos(math.pi * (share - warm) / (1 - warm))) / 2
@@ -201,20 +226,28 @@ class Trainer:
             "target": target,
             "shapes": shapes,
             "texts": len(self.texts),
+            "processes": self.world.size,
         }
 
     def _resume(self, target: str) -> None:
         self._mine = self._identity(target)
         file = self.out / CHECKPOINT
-        if not file.is_file():
+        if file.is_file():
+            self._restore(file)
+        elif self.world.is_first:
             (self.out / HISTORY).unlink(missing_ok=True)
-            return
+        if self.step != self.world.of_first(self.step):
+            raise InvalidConfig(
+                f"{self.out} holds the checkpoint for some of the processes only; give a folder "
+                "that all of them see."
+            )
+
+    def _restore(self, file: Path) -> None:
         state = torch.load(file, map_location=self._device, weights_only=True)
         if state["identity"] != self._mine:
             raise InvalidConfig(
-                f"{file} is a checkpoint of another training (other recipe, plan, target, sizes or "
-                "texts); "
-                "delete it or choose another folder."
+                f"{file} is a checkpoint of another training (other recipe, plan, target, sizes, "
+                "texts or number of processes); delete it or choose another folder."
             )
         with torch.no_grad():
             for name, own in self.network.tensors.items():
@@ -236,6 +269,10 @@ class Trainer:
         torch.save(state, partial)
         partial.replace(self.out / CHECKPOINT)
         self.network.save(self.out, self.exported())
+
+
+def silent(_: str) -> None:
+    """What processes say that are not the first."""
 
 
 def _range(text: Text) -> tuple[int, int]:
