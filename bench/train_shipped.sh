@@ -3,36 +3,66 @@
 #
 #     bench/train_shipped.sh [FOLDER]
 #
-# Wants one GPU of 80 GB or more; on one NVIDIA H200 it takes 20 minutes. The texts are seven shards
-# of what 3.3 minutes allow (9.6 million tokens there); what was stopped resumes.
+# Wants one GPU of 80 GB or more; on one NVIDIA H200 it takes 35 minutes. Two rounds, as they were
+# made: the second has three times the texts, and larger networks that begin as the first round's.
+# Processes that share a GPU do twice as much under NVIDIA's MPS: `nvidia-cuda-mps-control -d` first
+# (docs/log.md). Whatever was stopped goes on where it was.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 FOLDER=${1:-runs/shipped}
 PYTHON=${PYTHON:-python3}
+METHODS="mtp eagle3 dflash dflash2 dspark"
 mkdir -p "$FOLDER"
 
-for seed in 11 12 13 14 15 16 17; do
-  "$PYTHON" -m slipstream texts --out "$FOLDER/texts" --tokens 3000000 --users 256 \
-    --seed "$seed" --minutes 3.3 &
-done
-wait
-
-train() {
-  local method=$1
+texts() { # minutes, seeds...
+  local minutes=$1 seed
   shift
-  "$PYTHON" -m slipstream train "$method" --texts "$FOLDER/texts" --out "$FOLDER/$method" \
-    --minutes 13.2 --batch 32 --lr 3e-3 --optimizer muon "$@" > "$FOLDER/$method.log" 2>&1 &
+  for seed in "$@"; do
+    "$PYTHON" -m slipstream texts --out "$FOLDER/texts" --tokens 3000000 --users 256 \
+      --seed "$seed" --minutes "$minutes" &
+  done
+  wait
 }
 
-BLOCK="--draft-len 7 --layers 2 --inner 320 --anchors 32"
-train mtp --draft-len 3 --inner 768 --anchors 48
-train eagle3 --draft-len 4 --inner 768 --anchors 48 --draft-vocab 8192
-train dflash $BLOCK
-train dflash2 $BLOCK --rank 16
-train dspark $BLOCK --rank 16
-wait
+train() { # round, minutes, method, more...
+  local out="$FOLDER/$1/$3" minutes=$2 method=$3
+  shift 3
+  "$PYTHON" -m slipstream train "$method" --texts "$FOLDER/texts" --out "$out" \
+    --minutes "$minutes" --batch 32 --lr 3e-3 --optimizer muon "$@" > "$out.log" 2>&1 &
+}
 
-for method in mtp eagle3 dflash dflash2 dspark; do
-  "$PYTHON" -m slipstream export "$method:$FOLDER/$method" --compact \
-    --out "slipstream/shipped/smollm2-135m/$method"
-done
+export_all() { # round, folder
+  local method
+  for method in $METHODS; do
+    "$PYTHON" -m slipstream export "$method:$FOLDER/$1/$method" --compact --out "$2/$method"
+  done
+}
+
+first() {
+  local block="--draft-len 7 --layers 2 --inner 320 --anchors 32"
+  texts 3.3 11 12 13 14 15 16 17
+  train first 13.2 mtp --draft-len 3 --inner 768 --anchors 48
+  train first 13.2 eagle3 --draft-len 4 --inner 768 --anchors 48 --draft-vocab 8192
+  train first 13.2 dflash $block
+  train first 13.2 dflash2 $block --rank 16
+  train first 13.2 dspark $block --rank 16
+  wait
+  export_all first "$FOLDER/small"
+}
+
+second() {
+  local small="$FOLDER/small" chain="--anchors 48 --inner 1152 --draft-vocab 8192"
+  local block="--draft-len 7 --anchors 32 --draft-vocab 12288"
+  texts 3.8 21 22 23 24 25 26 27
+  train second 11 mtp --from "$small/mtp" --draft-len 3 $chain
+  train second 11 eagle3 --from "$small/eagle3" --draft-len 4 $chain
+  train second 11 dflash --from "$small/dflash" $block --layers 3 --inner 432
+  train second 11 dflash2 --from "$small/dflash2" $block --layers 2 --inner 480 --rank 16
+  train second 11 dspark --from "$small/dspark" $block --layers 2 --inner 576 --rank 16
+  wait
+  export_all second slipstream/shipped/smollm2-135m
+}
+
+mkdir -p "$FOLDER/first" "$FOLDER/second"
+first
+second
