@@ -198,7 +198,7 @@ class Lane:
         if not step.features.shape[1]:
             return None
         self._members = []
-        return step.features.unflatten(0, (step.shape.rows, -1))
+        return step.features.view(step.shape.rows, -1, *step.features.shape[1:])
 
     def forget(self, row: Sequence) -> None:
         """A request ended or left: its slot is free. What is in flight for it is discarded."""
