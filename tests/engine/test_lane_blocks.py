@@ -22,16 +22,14 @@ from slipstream.types import SamplingParams, Span
 from tests.exact.test_trained_drafters import Fresh, kept
 
 VOCAB, MASK = 8, 7  # so few tokens that drafts of random weights are accepted now and then
-LOADED = tiny_model(
-    "qwen3",
-    seed=3,
-    head_dim=16,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    hidden_size=32,
-    layers=1,
-    vocab=VOCAB,
-)
+SIZES = {
+    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 32,
+    "layers": 1,
+}
+LOADED = tiny_model("qwen3", seed=3, vocab=VOCAB, **SIZES)
 PROMPTS = [[3, 4, 5] * 7, [6, 1] * 5, [2, 3, 4, 5, 6, 1, 0, 3, 3], [5] * 12]
 METHODS = ["dflash", "dflash reduced", "dflash2", "dspark", "dspark gated", "dspark rnn"]
 
@@ -79,10 +77,10 @@ def spec(method, folder, **changes):
     return f"dspark:{folder}:3" + (",stop=0.3" if kind == "gated" else "")
 
 
-def arms(drafter, users=2, **kwargs):
+def arms(drafter, users=2, loaded=LOADED, **kwargs):
     """Plain decoding and the drafter on the CPU, and the drafter in a lane."""
     kwargs = {"max_users": users, "kv_tokens": 1024, **kwargs}
-    plain = LLM(LOADED, drafter="none", **kwargs)
+    plain = LLM(loaded, drafter="none", **kwargs)
     host, fast = plain.fork(drafter), plain.fork(drafter)
     fast.engine.target.kernels = True
     attach(fast.engine, max_users=users)
@@ -195,12 +193,22 @@ def test_a_request_that_may_outgrow_the_drafter_stays_on_the_host(tmp_path):
     assert drafts(found) == drafts(host.generate(PROMPTS[:1], long))
 
 
-def test_a_small_pool_and_the_context_s_end(tmp_path):
-    """Blocks reach past both; where pages are short the host goes on without drafts."""
-    plain, _, fast = arms(spec("dflash", tmp_path), kv_tokens=80)
+def test_blocks_reach_past_the_targets_context(tmp_path):
+    short = tiny_model("qwen3", seed=3, vocab=VOCAB, max_position_embeddings=16, **SIZES)
+    plain, host, fast = arms(spec("dflash reduced", tmp_path), loaded=short)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    expected, found = plain.generate(PROMPTS[2:], params), fast.generate(PROMPTS[2:], params)
+    assert ids(found) == ids(expected)
+    assert drafts(found) == drafts(host.generate(PROMPTS[2:], params))
+    assert fast.drafter.block.forwards == 0
+
+
+def test_a_small_pool_preempts(tmp_path):
+    """Where a block finds no pages the host goes on without drafts."""
+    plain, _, fast = arms(spec("dspark", tmp_path), kv_tokens=64)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    expected = [plain.generate([p], params)[0].token_ids for p in PROMPTS]
-    assert ids(fast.generate(PROMPTS, params)) == expected
+    expected = [plain.generate([p], params)[0].token_ids for p in PROMPTS[:2]]
+    assert ids(fast.generate(PROMPTS[:2], params)) == expected
     assert fast.engine.scheduler.preemptions > 0
     pool = fast.engine.target.pool
     assert pool.available == pool.num_pages
