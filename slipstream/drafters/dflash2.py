@@ -127,6 +127,8 @@ class DFlash2Drafter(DFlashDrafter):
     def _walk(self, anchors: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, None]:
         """A `drafters.dflash_device.Walk`: every lane at once, the best candidate each time."""
         unary, ids = self.flash2.config.scaled(logits).topk(self.flash2.config.top_k, -1)
+        if self.weights.ids is not None:
+            ids = self.weights.ids[ids]
         chosen = [anchors]
         for i in range(logits.shape[1]):
             own = ids[:, i]

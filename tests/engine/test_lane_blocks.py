@@ -31,7 +31,10 @@ SIZES = {
 }
 LOADED = tiny_model("qwen3", seed=3, vocab=VOCAB, **SIZES)
 PROMPTS = [[3, 4, 5] * 7, [6, 1] * 5, [2, 3, 4, 5, 6, 1, 0, 3, 3], [5] * 12]
-METHODS = ["dflash", "dflash reduced", "dflash2", "dspark", "dspark gated", "dspark rnn"]
+METHODS = [
+    *("dflash", "dflash reduced", "dflash2", "dflash2 reduced"),
+    *("dspark", "dspark gated", "dspark rnn"),
+]
 
 
 def backbone(layers=("full",), context=512, **changes):
