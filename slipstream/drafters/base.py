@@ -50,7 +50,12 @@ class Drafter(Protocol):
 
 
 class DeviceForm(Protocol):
-    """A drafter that runs on an accelerator, before it knows for how many rows."""
+    """A drafter that runs on an accelerator, before it knows for how many rows.
+
+    One that `needs` features takes in, first thing in a step, what the target saw in the step
+    before (`target.graphs.Step`); what no later step takes in, `absorb` is given. Whoever has a
+    context of its own says so (`max_context`): requests that may outgrow it stay on the host.
+    """
 
     def sized(self, rows: int, device: Any) -> Any | None:
         """What `target.graphs` enqueues for so many rows; None where nothing is to be drafted."""
@@ -72,8 +77,22 @@ class TakesFeatures(Protocol):
 
 
 @runtime_checkable
+class KeepsState(Protocol):
+    """A device form that keeps something of each slot from step to step."""
+
+    def entered(self, rows: Sequence[Row], slots: Sequence[int]) -> None:
+        """Row i sits in slot `slots[i]` from the next launch on. Nothing is in flight, and all that
+        was committed has been absorbed: what was kept of these slots before is to be replaced.
+        """
+        ...
+
+
+@runtime_checkable
 class OnDevice(Protocol):
-    """A drafter that can draft where the tokens are, without the host. Its drafts are one-hot."""
+    """A drafter that can draft where the tokens are, without the host. Its drafts are one-hot: from
+    the call of `on_device` on those made on the host too, for a seed's tokens must not depend on
+    which of the two makes a step's.
+    """
 
     def on_device(self) -> DeviceForm | None:
         """Its form there; None where its options need the host."""

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 
 from slipstream.drafters import weights
+from slipstream.drafters.base import DeviceForm
 from slipstream.drafters.lanes import Lane, choose, law_for, pack_lanes
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.errors import InvalidConfig
 from slipstream.models.dflash import DFlash, load_dflash
 from slipstream.models.loading import LoadedModel
 from slipstream.target.target import ForwardOutput, ForwardRow, Target
-from slipstream.types import Draft, DraftLaw, IntArray, Row, Span, Verdict
+from slipstream.types import Draft, DraftLaw, IntArray, OneHot, Row, Span, Verdict
 
 
 class DFlashDrafter:
@@ -38,6 +39,7 @@ class DFlashDrafter:
         self.needs = weights.config.taps
         self.reach = weights.config.block_size
         self.weights = weights
+        self.one_hot = False
         self._page_size = page_size
         loaded = LoadedModel(weights.model, None, name, Path(), "")
         # The output of the last draft layer is for heads of descendants.
@@ -87,6 +89,8 @@ class DFlashDrafter:
 
     def _law(self, lanes: Sequence[Lane], out: ForwardOutput, rows: int) -> DraftLaw:
         """The law of a batch of `rows` rows, to be filled by `_choose`."""
+        if self.one_hot:
+            return OneHot()
         vocab = self.weights.config.model.vocab_size
         return law_for(lanes, rows=rows, vocab=vocab, device=out.logits.device)
 
@@ -133,6 +137,15 @@ class DFlashDrafter:
 
     def reset(self) -> None:
         """Nothing is kept across requests but with the target's own pages."""
+
+    def on_device(self) -> DeviceForm:
+        """The same passes over the same cache; from now on drafts are greedy for everyone."""
+        from slipstream.drafters.dflash_device import BlockForm
+
+        self.one_hot = True
+        return BlockForm(
+            weights=self.weights, draft_len=self.max_draft_len, storage=self.block.storage
+        )
 
     def _slots(self, pages: Sequence[int], positions: IntArray) -> IntArray:
         size = self._page_size

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.drafters import weights
+from slipstream.drafters.base import DeviceForm
 from slipstream.drafters.dflash import DFlashDrafter
 from slipstream.drafters.lanes import Lane, draws
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
@@ -42,7 +43,7 @@ class DFlash2Drafter(DFlashDrafter):
         self.flash2 = flash2
 
     def _law(self, lanes: Sequence[Lane], out: ForwardOutput, rows: int) -> DraftLaw:
-        if all(lane.row.params.greedy for lane in lanes):
+        if self.one_hot or all(lane.row.params.greedy for lane in lanes):
             return OneHot()
         width = max(lane.width for lane in lanes)
         shape = (rows, width, self.flash2.config.top_k)
@@ -110,6 +111,28 @@ class DFlash2Drafter(DFlashDrafter):
         depth = len(lanes[0].chosen)
         law.ids[where, depth], law.probs[where, depth] = ids, probs
         return torch.where(unsound, best, invert_cdf(probs, draws(lanes)))
+
+    def on_device(self) -> DeviceForm:
+        """DFlash's passes and the greedy walk."""
+        from slipstream.drafters.dflash_device import BlockForm
+
+        self.one_hot = True
+        return BlockForm(
+            weights=self.weights,
+            draft_len=self.max_draft_len,
+            storage=self.block.storage,
+            walk=self._walk,
+        )
+
+    def _walk(self, anchors: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, None]:
+        """A `drafters.dflash_device.Walk`: every lane at once, the best candidate each time."""
+        unary, ids = self.flash2.config.scaled(logits).topk(self.flash2.config.top_k, -1)
+        chosen = [anchors]
+        for i in range(logits.shape[1]):
+            own = ids[:, i]
+            scores = unary[:, i] + self.flash2.bonds(chosen[-1], hidden[:, i], own)
+            chosen.append(own.gather(-1, scores.argmax(-1, keepdim=True))[:, 0])
+        return torch.stack(chosen[1:], 1), None
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> DFlash2Drafter:

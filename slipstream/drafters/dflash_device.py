@@ -1,30 +1,34 @@
-"""The DFlash drafter's passes on the device: context keys and values from target features, then a
-block of mask tokens that sees the context and itself.
+"""Block drafters on the device: context keys and values from the features of the step before, then
+a block of mask tokens that sees the context and itself.
 
-Source: DFlash (arXiv 2602.06036); layout of the published checkpoints. Weights here are random of
-the true shape, for cost measurements.
+Source: DFlash (arXiv 2602.06036); layout of the published checkpoints. The passes are those of
+`drafters.dflash` over the same cache, so prompts that the host took in are seen here. Descendants
+bring a `Walk` that turns the block's logits into tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slipstream.models.config import ModelConfig
 from slipstream.models.cuda.attention import Tiles
-from slipstream.models.cuda.layers import Flat, logits, product, run_layers
+from slipstream.models.cuda.layers import Flat, product, run_layers
 from slipstream.models.cuda.norm import rms_norm
 from slipstream.models.cuda.rope import rotate_and_store
 from slipstream.models.dense import Model
-from slipstream.models.linear import Linear
-from slipstream.models.shapes import random_model
+from slipstream.models.dflash import DFlash, DFlashConfig, from_tensors
 from slipstream.sampling.fused import Chooser
 from slipstream.target.device import scratch_of, splits_for
 from slipstream.target.graphs import Step
 from slipstream.target.slots import prepare
+
+_TILE = 128
+"""Most (token, query head) pairs of a tile; larger blocks are cut into several."""
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
@@ -34,90 +38,123 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
 
 
-@dataclass(frozen=True, slots=True)
-class DFlashWeights:
-    """`model`: the draft layers with the target's embedding and head. `fc` [hidden, taps * hidden],
-    `norm` [hidden]; `kv`: the key and value rows of all layers' projections, one product for all
-    layers because all read the same context.
+def random_weights(
+    target: Model, *, layers: int, taps: int, block_size: int, seed: int
+) -> DFlash:
+    """A drafter of the target's width, its matrices drawn from N(0, 0.02) and norms of ones;
+    embedding and head are the target's. For cost measurements.
+    """
+    c = target.config
+    own = replace(c, num_layers=layers, rope=(True,) * layers, windows=(None,) * layers)
+    config = DFlashConfig(own, block_size, 0, default_taps(c.num_layers, taps))
+    generator = torch.Generator(target.device).manual_seed(seed)
+
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        values = torch.empty(shape, dtype=target.dtype, device=target.device)
+        return values.fill_(1.0) if len(shape) == 1 else values.normal_(0, 0.02, generator=generator)
+
+    return from_tensors(config, {name: drawn(s) for name, s in config.shapes.items()}, target)
+
+
+class Walk(Protocol):
+    """Chooses a block's tokens from left to right, without the host: it is captured in a graph."""
+
+    def __call__(
+        self, anchors: Tensor, hidden: Tensor, logits: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Tokens int64 [rows, draft_len], and how many of each row to offer, [rows] (None: all).
+
+        `anchors` int64 [rows]; `hidden` [rows, draft_len, hidden] normed; `logits` [rows,
+        draft_len, head] of the head. A row that is nobody's holds anything.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockForm:
+    """A block drafter before it knows its rows. `storage`: [slots, 2 * kv, dim] a layer, the cache
+    that the host's passes use. `first`: the row of the block that drafts the first token. `walk`:
+    None where each row takes its own likeliest.
     """
 
-    model: Model
-    fc: Linear
-    norm: Tensor
-    kv: Linear
-    taps: tuple[int, ...]
+    weights: DFlash
+    draft_len: int
+    storage: Sequence[Tensor]
+    first: int = 1
+    walk: Walk | None = None
+
+    @property
+    def max_context(self) -> int:
+        """Tokens a request may have at most."""
+        return self.weights.model.config.max_context
+
+    def sized(self, rows: int, device: Any) -> BlockPass:
+        """The passes for `rows` rows."""
+        return BlockPass(self, rows)
 
 
-def random_weights(target: Model, *, layers: int, taps: int, seed: int) -> DFlashWeights:
-    """A drafter of the target's width with random layers; embedding and head are the target's."""
-    config = _draft_config(target.config, layers)
-    model = random_model(config, seed=seed, device=target.device, dtype=target.dtype, shared=target)
-    hidden, generator = config.hidden_size, torch.Generator(target.device).manual_seed(seed)
-    fc = torch.randn(
-        hidden, taps * hidden, dtype=target.dtype, device=target.device, generator=generator
-    )
-    queries = config.num_heads * config.head_dim
-    weight = torch.cat([layer.qkv.weight[queries:] for layer in model.layers])
-    biases = [layer.qkv.bias[queries:] for layer in model.layers if layer.qkv.bias is not None]
-    kv = Linear(weight, torch.cat(biases) if biases else None, False)
-    norm = torch.ones(hidden, dtype=target.dtype, device=target.device)
-    count = target.config.num_layers
-    return DFlashWeights(model, Linear(fc * 0.01, None, False), norm, kv, default_taps(count, taps))
+class BlockPass:
+    """The drafting of a step for `rows` rows: up to `draft_len` tokens each, greedy.
 
+    A block always has the length of those trained on; the last ones of a row may lie past its end.
+    """
 
-def _draft_config(config: ModelConfig, layers: int) -> ModelConfig:
-    return replace(config, num_layers=layers, rope=(True,) * layers, windows=(None,) * layers)
+    def __init__(self, form: BlockForm, rows: int) -> None:
+        w = self._weights = form.weights
+        self._form, self.needs = form, w.config.taps
+        config, device, width = w.model.config, w.model.device, w.config.block_size
 
+        def whole(*size: int, value: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.full(size, value, dtype=dtype, device=device)
 
-class DFlashPass:
-    """The drafting of a step for `rows` rows: `draft_len` tokens each, greedy."""
-
-    def __init__(
-        self, weights: DFlashWeights, rows: int, draft_len: int, *, storage: list[Tensor]
-    ) -> None:
-        self.needs = weights.taps
-        self._weights, self._storage = weights, storage
-        device = weights.model.device
-        width = draft_len + 1
-        count = rows * width
-        self._masks = torch.zeros(rows, draft_len, dtype=torch.int32, device=device)
-        self._counts = torch.full((rows,), draft_len, dtype=torch.int32, device=device)
-        self._ids = torch.zeros(count, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(count, dtype=torch.int32, device=device)
-        self._cells = torch.zeros(count, dtype=torch.int32, device=device)
-        self._first = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._chooser = Chooser(rows, width, vocab=weights.model.config.vocab_size, device=device)
-        self._splits = splits_for(rows * weights.model.config.num_kv_heads, device)
+        self._masks = whole(rows, width - 1, value=w.config.mask_token_id)
+        self._counts = whole(rows, value=width - 1)
+        self._ids = whole(rows * width, dtype=torch.int64)
+        self._positions, self._cells = whole(rows * width), whole(rows * width)
+        self._per_tile = min(width, max(1, _TILE // config.group))
+        self._tiles = -(-width // self._per_tile)
+        self._tile_row = whole(rows * self._tiles)
+        self._tile_first = (torch.arange(self._tiles, device=device) * self._per_tile).int()
+        self._tile_first = self._tile_first.repeat(rows)
+        vocab = w.config.draft_vocab or config.vocab_size
+        self._chooser = Chooser(rows, form.draft_len, vocab=vocab, device=device)
+        # The tables must never move, and a block may reach past the context's end.
+        self._tables = w.model.rope.tables(config.max_context + width)
+        self._flat: Flat | None = None
 
     def enqueue(self, step: Step) -> None:
         """Launch both passes; `step.features` are of the step before."""
         self._take_in(step)
-        self._draft(step)
+        hidden = self._block(step)
+        tokens, counts = self._choose(hidden)
+        step.drafts.copy_(tokens)
+        if counts is None:
+            step.counts.fill_(self._form.draft_len)
+        else:
+            step.counts.copy_(counts)
 
     def _take_in(self, step: Step) -> None:
         """Keys and values of the positions the target saw last; rejected ones are overwritten."""
         w, config = self._weights, self._weights.model.config
-        features = step.features.flatten(1)
-        fused = product(features, w.fc.weight, w.fc.bias)
-        context = rms_norm(fused, w.norm, config.norm_eps)
-        tables = w.model.rope.tables(config.max_context)
-        fresh = product(context, w.kv.weight, w.kv.bias).chunk(len(w.model.layers), 1)
-        for layer, kv, storage in zip(w.model.layers, fresh, self._storage, strict=True):
+        fused = product(step.features.flatten(1), w.fc.weight, w.fc.bias)
+        context = rms_norm(fused, w.norm.weight, w.norm.eps)
+        fresh = product(context, w.kv.weight, w.kv.bias).chunk(config.num_layers, 1)
+        for layer, kv, storage in zip(w.model.layers, fresh, self._form.storage, strict=True):
             norms = layer.qk_norm
             rotate_and_store(
                 kv,
-                tables,
+                self._tables,
                 norms=norms[config.num_heads :] if norms is not None else None,
-                eps=layer.attention_norm.eps,
+                eps=config.norm_eps,
                 positions=step.positions,
                 slots=step.cells,
                 storage=storage,
                 kv=config.num_kv_heads,
             )
 
-    def _draft(self, step: Step) -> None:
-        slots, model = step.slots, self._weights.model
-        rows, width = len(step.slot_of), self._masks.shape[1] + 1
+    def _block(self, step: Step) -> Tensor:
+        """States of the rows that draft, after the final norm: [rows * draft_len, hidden]."""
+        slots, model, form = step.slots, self._weights.model, self._form
         prepare(
             slots,
             step.slot_of,
@@ -126,25 +163,41 @@ class DFlashPass:
             ids=self._ids,
             positions=self._positions,
             cells=self._cells,
+            whole=True,
         )
-        flat = self._flat(step, rows, width)
-        hidden, _ = run_layers(model, F.embedding(self._ids, model.embedding), flat, self._storage)
-        best = self._chooser.best(logits(model, hidden)).view(rows, width)
-        step.drafts.copy_(best[:, 1:])
-        step.counts.fill_(width - 1)
+        self._tile_row.copy_(step.slot_of.repeat_interleave(self._tiles))
+        if self._flat is None:
+            self._flat = self._laid_out(step)
+        x = F.embedding(self._ids, model.embedding)
+        hidden, _ = run_layers(model, x, self._flat, form.storage)
+        blocks = hidden.view(len(step.slot_of), -1, hidden.shape[1])
+        drafting = blocks[:, form.first : form.first + form.draft_len].flatten(0, 1)
+        return rms_norm(drafting.contiguous(), model.norm.weight, model.norm.eps)
 
-    def _flat(self, step: Step, rows: int, width: int) -> Flat:
+    def _choose(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        w, form, rows = self._weights, self._form, len(self._counts)
+        scores = product(hidden, w.model.head.weight, w.model.head.bias)
+        if form.walk is None:
+            best = self._chooser.best(scores)
+            best = best if w.ids is None else w.ids[best.long()]
+            return best.view(rows, form.draft_len), None
+        anchors = self._ids.view(rows, -1)[:, 0]
+        shape = (rows, form.draft_len, -1)
+        return form.walk(anchors, hidden.view(shape), scores.view(shape))
+
+    def _laid_out(self, step: Step) -> Flat:
         slots, config = step.slots, self._weights.model.config
+        device = self._ids.device
         tiles = Tiles(
-            row=step.slot_of,
-            first=self._first,
+            row=self._tile_row,
+            first=self._tile_first,
             start=slots.start,
             length=slots.length,
             token=slots.token,
             pages=slots.pages,
-            tokens=width,
-            splits=self._splits,
+            tokens=self._per_tile,
+            splits=splits_for(len(self._tile_row) * config.num_kv_heads, device),
         )
-        scratch = scratch_of(tiles, config, self._ids.device)
-        ahead = (True,) * config.num_layers
+        scratch = scratch_of(tiles, config, device)
+        ahead = self._weights.config.ahead
         return Flat(self._positions, self._cells, tiles, scratch, slots.page_size, ahead)

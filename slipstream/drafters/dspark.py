@@ -8,8 +8,10 @@ would be drawn, so it cannot bias the output.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from slipstream.drafters import weights
+from slipstream.drafters.base import DeviceForm
 from slipstream.drafters.dflash import DFlashDrafter
 from slipstream.drafters.lanes import Lane, choose
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
@@ -39,6 +41,7 @@ class DSparkDrafter(DFlashDrafter):
     ) -> None:
         super().__init__(spark.flash, draft_len, pages=pages, page_size=page_size, name=name)
         self.spark, self._stop = spark, stop
+        self._first = int(not spark.config.from_anchor)
 
     def _choose(self, lanes: list[Lane], out: ForwardOutput, law: DraftLaw) -> None:
         """Fill the lanes from left to right."""
@@ -46,7 +49,7 @@ class DSparkDrafter(DFlashDrafter):
         model = self.weights.model
         hidden = rms_norm(out.features[:, 0].contiguous(), model.norm)
         device = hidden.device
-        first = int(not self.spark.config.from_anchor)
+        first = self._first
         going = list(range(len(lanes)))
         state = hidden.new_zeros(len(lanes), self.spark.config.rank)
         alive = torch.ones(len(lanes), device=device)
@@ -66,6 +69,39 @@ class DSparkDrafter(DFlashDrafter):
             logits = out.logits[[g * self.reach + first + i for g in going]] + bias
             chosen = choose([lanes[g] for g in going], self.weights.over_target(logits), law)
             going = [g for g in going if lanes[g] in chosen]
+
+    def on_device(self) -> DeviceForm:
+        """DFlash's passes and the greedy walk."""
+        from slipstream.drafters.dflash_device import BlockForm
+
+        self.one_hot = True
+        return BlockForm(
+            weights=self.weights,
+            draft_len=self.max_draft_len,
+            storage=self.block.storage,
+            first=self._first,
+            walk=self._walk,
+        )
+
+    def _walk(
+        self, anchors: Tensor, hidden: Tensor, logits: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """A `drafters.dflash_device.Walk`: every lane to its end; `stop` says what is offered."""
+        ids = self.weights.ids
+        before, chosen = anchors, []
+        state = hidden.new_zeros(len(anchors), self.spark.config.rank)
+        alive = torch.ones(len(anchors), device=hidden.device)
+        offered = torch.zeros(len(anchors), dtype=torch.int64, device=hidden.device)
+        for i in range(logits.shape[1]):
+            own = hidden[:, i]
+            if self._stop:
+                alive = alive * self.spark.survival(before, own)
+                offered += alive >= self._stop
+            bias, state = self.spark.bias(before, own, state)
+            before = (logits[:, i] + bias).argmax(-1)
+            before = before if ids is None else ids[before]
+            chosen.append(before)
+        return torch.stack(chosen, 1), offered if self._stop else None
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> DSparkDrafter:

@@ -132,7 +132,7 @@ def _engine(loaded: LoadedModel, case: Case) -> tuple[Engine, Drafter]:
             f"context is {case.context}; this model reaches {config.max_context}, and "
             f"{room - case.context} tokens are written while measuring. Use less."
         )
-    pages = case.users * -(-room // PAGE_SIZE)
+    pages = case.users * -(-(room + draft_len + 1) // PAGE_SIZE)
     drafter = _drafter(loaded.model, case, pages * PAGE_SIZE)
     if case.acceptance is not None and not 1 <= case.acceptance <= drafter.max_draft_len + 1:
         raise InvalidConfig(
@@ -180,24 +180,28 @@ def _drafter(model: Model, case: Case, slots: int) -> Any:
 
 
 class _ShapeDFlash(NoneDrafter):
-    """The DFlash shape with random weights, on the device only."""
+    """The DFlash shape with random weights, on the device only; the host takes nothing in."""
 
     def __init__(self, target: Model, draft_len: int, layers: int, slots: int, name: str) -> None:
         from slipstream.drafters.dflash_device import random_weights
 
         super().__init__(name)
-        self.max_draft_len = draft_len
-        self.weights = random_weights(target, layers=layers, taps=5, seed=1)
+        self.max_draft_len, self.reach = draft_len, draft_len + 1
+        self.weights = random_weights(
+            target, layers=layers, taps=5, block_size=draft_len + 1, seed=1
+        )
         config = self.weights.model.config
         shape = (slots, 2 * config.num_kv_heads, config.head_dim)
         self._storage = [
             torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in range(layers)
         ]
 
-    def sized(self, rows: int, device: Any) -> Any:
-        from slipstream.drafters.dflash_device import DFlashPass
+    def on_device(self) -> Any:
+        from slipstream.drafters.dflash_device import BlockForm
 
-        return DFlashPass(self.weights, rows, self.max_draft_len, storage=self._storage)
+        return BlockForm(
+            weights=self.weights, draft_len=self.max_draft_len, storage=self._storage
+        )
 
 
 def _run(engine: Engine, case: Case) -> tuple[tuple[list[float], list[float]], float]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.drafters.base import OnDevice
+from slipstream.drafters.base import OnDevice, TakesFeatures
 from slipstream.engine.lane import Lane, StepResult
 from slipstream.engine.sequence import Sequence
-from slipstream.types import StepRecord, Verdict
+from slipstream.types import Span, StepRecord, Verdict
 
 if TYPE_CHECKING:
     from slipstream.engine.engine import Engine, StepOutput
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 def attach(
     engine: Engine, *, max_users: int, forced: float | None = None, warm: bool = False
 ) -> None:
-    """Give an engine on an accelerator its lane, if its drafter can use one: drafts must be one-hot
-    and need no features. `forced`: synthetic acceptance (`target.graphs.StepShape`). `warm`:
-    compile and capture now all that requests can need, rather than while they wait.
+    """Give an engine on an accelerator its lane, if its drafter can use one: it drafts on the
+    device, or its drafts are one-hot and need no features. `forced`: synthetic acceptance
+    (`target.graphs.StepShape`). `warm`: compile and capture now all that requests can need, rather
+    than while they wait.
     """
     if warm:
         engine.target.warm_up()
     drafter = engine.drafter
+    form = drafter.on_device() if isinstance(drafter, OnDevice) else None
     one_hot = isinstance(drafter, OnDevice) or getattr(drafter, "one_hot", False)
-    if one_hot and not drafter.needs:
-        lane = Lane(engine.target, drafter, max_users=max_users, forced=forced)
+    if form is not None or (one_hot and not drafter.needs):
+        lane = Lane(engine.target, drafter, form, max_users=max_users, forced=forced)
         if warm:
             lane.warm_up()
         engine.fast = FastPath(engine, lane)
@@ -74,10 +76,13 @@ class FastPath:
         engine = self._engine
         self._hold |= result.broken
         found = [r for r in result.rows if r.tokens and engine.knows(r.row.request_id)]
-        records = []
+        records, spans = [], []
         for each in found:
             row, depth = each.row, len(each.row.tokens)
             committed = row.commit(each.tokens, None)
+            if result.features is not None:
+                own = result.features[result.rows.index(each), :committed]
+                spans.append(Span(row, row.computed, own))
             row.computed += committed
             record = StepRecord(
                 engine.steps,
@@ -94,6 +99,8 @@ class FastPath:
             row.records.append(record)
             records.append(record)
         engine.steps += 1
+        if spans and isinstance(engine.drafter, TakesFeatures):
+            engine.drafter.absorb(spans)
         going = [r.row for r in found if r.row.finish_reason is None]
         if going:
             engine.drafter.advance(going, _verdict(len(going)))
@@ -102,5 +109,5 @@ class FastPath:
 
 
 def _verdict(rows: int) -> Verdict:
-    """For drafters that read the rows' tokens; the lane serves no others."""
+    """For drafters that read the rows' tokens: what the device did is in no other form here."""
     return Verdict(np.zeros(rows, np.int64), np.zeros(rows, np.int64), (None,) * rows)

@@ -5,6 +5,11 @@ text, streaming, admission) happens while the next one runs. A request that ends
 late and what it made meanwhile is discarded; its cache cells lie behind its verified tokens, and
 whoever gets its pages next writes later in stream order. Whatever the lane does not do (prompts,
 penalties, grammars, logprobs, preemption) drains it and takes the engine's own five lines.
+
+A drafter that reads features takes those of a step in at the beginning of the next one. After the
+last step in flight there is none, so its features go to the host (`StepResult.features`), and the
+next launch enters anew, with nothing to take in. Drafts are one-hot, also for sampled requests:
+each position's token is drawn from the target's law as if nothing had been drafted.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.drafters.base import Drafter, OnDevice
+from slipstream.drafters.base import DeviceForm, Drafter, KeepsState
 from slipstream.engine.sequence import Sequence
 from slipstream.sampling.fused import BROKEN, SKIPPED
 from slipstream.target.graphs import Step, StepShape
@@ -44,11 +49,16 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Rows in batch order and the step's times. `broken`: some row's logits had no law."""
+    """Rows in batch order and the step's times. `broken`: some row's logits had no law.
+
+    `features` [rows, draft_len + 1, taps, hidden]: what the target saw from each row's anchor on,
+    if the drafter needs it and no later step takes it in; else None. Good until the next launch.
+    """
 
     rows: list[RowResult]
     times: StageTimes
     broken: bool
+    features: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +73,32 @@ class _Flight:
 class Lane:
     """Launches steps and collects their results, in order.
 
-    `forced`: synthetic acceptance, for cost measurements only (see `target.graphs.StepShape`).
+    `form`: the drafter's on the device, None where the host drafts. `forced`: synthetic acceptance,
+    for cost measurements only (see `target.graphs.StepShape`).
     """
 
     def __init__(
-        self, target: Target, drafter: Drafter, *, max_users: int, forced: float | None = None
+        self,
+        target: Target,
+        drafter: Drafter,
+        form: DeviceForm | None,
+        *,
+        max_users: int,
+        forced: float | None = None,
     ) -> None:
         self._target, self._forced = target, forced
-        self._draft_len = drafter.max_draft_len
+        self._draft_len, self._form = drafter.max_draft_len, form
+        self._reach: int = getattr(drafter, "reach", 0)
+        self._longest: int | None = getattr(form, "max_context", None)
         model, pool = target.loaded.model, target.pool
         tokens = min(model.config.max_context, pool.num_pages * pool.page_size)
         self._slots = Slots(
-            max_users, capacity=tokens, page_size=pool.page_size, device=model.device
+            max_users,
+            capacity=tokens,
+            page_size=pool.page_size,
+            device=model.device,
+            spare=self._reach,
         )
-        self._form = drafter.on_device() if isinstance(drafter, OnDevice) else None
         self._steps: dict[StepShape, Step] = {}
         self._step: Step | None = None
         self._members: list[Sequence] = []
@@ -90,10 +112,12 @@ class Lane:
 
     # --- who may use it ----------------------------------------------------------------------
 
-    @staticmethod
-    def admits(row: Sequence) -> bool:
-        """Whether the lane can serve a request: a plain law and no logprobs."""
-        return row.sampler.plain and row.params.logprobs is None
+    def admits(self, row: Sequence) -> bool:
+        """Whether the lane can serve a request: a plain law, no logprobs, and no more tokens than
+        the drafter's own context holds.
+        """
+        fits = self._longest is None or _limit(row) <= self._longest
+        return fits and row.sampler.plain and row.params.logprobs is None
 
     @property
     def pipelined(self) -> bool:
@@ -124,7 +148,7 @@ class Lane:
         has no room for another token. `draft`: one-hot drafts where the host makes them.
         """
         width = self._draft_len + 1
-        reach = (len(self._flights) + 1) * width
+        reach = len(self._flights) * width + max(width, self._reach)
         if not all(self._cover(row, len(row.tokens) + reach) for row in rows):
             return False
         if not self._serves(rows, exactly=draft is not None):
@@ -155,6 +179,7 @@ class Lane:
         device = begun.elapsed_time(done) / 1e3
         host = max(0.0, now - self._last - device) if self._last else 0.0
         self._last = now
+        features = None if self._flights else self._leftover()
         rows, broken = [], False
         for row, values in zip(flight.rows, flight.result.tolist(), strict=False):
             drafted, accepted, *tokens = values
@@ -165,7 +190,15 @@ class Lane:
             rows.append(RowResult(row, drafted, accepted, tokens[: accepted + 1]))
             if row.request_id in self._synced:
                 self._synced[row.request_id] += accepted + 1
-        return StepResult(rows, StageTimes(0.0, device, 0.0, host), broken)
+        return StepResult(rows, StageTimes(0.0, device, 0.0, host), broken, features)
+
+    def _leftover(self) -> torch.Tensor | None:
+        """Features that nobody on the device takes in: the next launch has to enter anew."""
+        step = self.current
+        if not step.features.shape[1]:
+            return None
+        self._members = []
+        return step.features.view(step.shape.rows, -1, *step.features.shape[1:])
 
     def forget(self, row: Sequence) -> None:
         """A request ended or left: its slot is free. What is in flight for it is discarded."""
@@ -198,8 +231,10 @@ class Lane:
         return same_size and all(row.request_id in known for row in rows)
 
     def _cover(self, row: Sequence, tokens: int) -> bool:
-        """Make the row's pages reach `tokens` positions, as far as the row itself can go."""
-        most = _limit(row)
+        """Make the row's pages reach `tokens` positions, as far as the row itself and the
+        drafter's block can go.
+        """
+        most = _limit(row) + self._reach
         need = min(tokens, most)
         if self._covered.get(row.request_id, 0) >= need:
             return True
@@ -251,7 +286,10 @@ class Lane:
         self._step = self._sized(rows)
         self._step.slot_of.fill_(slots.count)
         self._step.slot_of[: len(rows)] = at.int()
+        self._step.cells.fill_(-1)  # whatever was committed has been absorbed
         self._members = list(rows)
+        if isinstance(self._form, KeepsState):
+            self._form.entered(rows, at.tolist())
 
     def _sized(self, rows: Seq[Sequence]) -> Step:
         """The captured step that fits these rows."""

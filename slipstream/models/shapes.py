@@ -30,14 +30,9 @@ def read_shape(path: Path) -> ModelConfig:
 
 
 def random_model(
-    config: ModelConfig,
-    *,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    shared: Model | None = None,
+    config: ModelConfig, *, seed: int, device: torch.device, dtype: torch.dtype
 ) -> Model:
-    """Weights drawn from N(0, 0.02), norms of ones. `shared`: take its embedding and head.
+    """Weights drawn from N(0, 0.02), norms of ones.
 
     Raises `ModelError` where the device has no room for them.
     """
@@ -45,10 +40,6 @@ def random_model(
     generator = torch.Generator(device).manual_seed(seed)
 
     def get(name: str) -> Tensor:
-        if shared is not None and name == "model.embed_tokens.weight":
-            return shared.embedding
-        if shared is not None and name == "lm_head.weight":
-            return shared.head.weight
         shape = shapes[name]
         if len(shape) == 1 and name.endswith("norm.weight"):
             return torch.ones(shape, dtype=dtype, device=device)

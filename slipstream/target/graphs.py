@@ -26,7 +26,9 @@ from slipstream.target.slots import Slots, prepare
 class DeviceDrafter(Protocol):
     """A drafter's form on the device: fills `drafts` and `counts` without the host.
 
-    `needs`: target layer outputs it reads from the step before (`Step.features`).
+    `needs`: target layer outputs it takes in from the step before: when it is enqueued, row i of
+    `Step.features` is what the target saw at `positions[i]`, in the cache at `cells[i]`; a cell of
+    -1 is nothing to take in. Rows of rejected drafts are among them, behind the row's tokens.
     """
 
     needs: tuple[int, ...]

@@ -19,16 +19,19 @@ class Slots:
     """Tables over `count` slots and nobody's: tokens int32 [count + 1, capacity], lengths (tokens
     so far), `stop_at` (no step starts at or above this many tokens), page tables, sampling knobs.
     `start`, `length`, `token` are the current step's rows, as `models.cuda.attention.Tiles` wants.
+    `spare`: positions that page tables reach past `capacity`, for blocks of drafters.
     """
 
-    def __init__(self, count: int, *, capacity: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, count: int, *, capacity: int, page_size: int, device: torch.device, spare: int = 0
+    ) -> None:
         self.count, self.capacity, self.page_size = count, capacity, page_size
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(count + 1, *shape, dtype=dtype, device=device)
 
         self.tokens = table(capacity)
-        self.pages = table(-(-capacity // page_size))
+        self.pages = table(-(-(capacity + spare) // page_size))
         self.lengths, self.stop_at = table(), table()
         self.start, self.length, self.token = table(), table(), table()
         self.knobs = Knobs(
@@ -60,6 +63,7 @@ def _prepare_kernel(
     PAGE: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
+    WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait(PDL)
@@ -70,8 +74,9 @@ def _prepare_kernel(
     place = tl.arange(0, WIDTH_PADDED)
     drafted = tl.full((), 0, tl.int32)
     if WIDTH > 1:
-        drafted = tl.minimum(tl.load(counts + row), tl.maximum(room - 1, 0))
-        drafted = tl.minimum(drafted, WIDTH - 1)
+        drafted = tl.minimum(tl.load(counts + row), WIDTH - 1)
+        if not WHOLE:
+            drafted = tl.minimum(drafted, tl.maximum(room - 1, 0))
     fed = tl.where(room > 0, drafted + 1, 0)
     anchor = tl.load(tokens + slot.to(tl.int64) * capacity + known - 1, mask=fed > 0, other=0)
     mine = place < fed
@@ -97,12 +102,13 @@ def prepare(
     ids: Tensor,
     positions: Tensor,
     cells: Tensor,
+    whole: bool = False,
 ) -> None:
     """Lay out a step: anchor and draft tokens of each row, their positions and cache cells.
 
     `slot_of` int32 [rows]; `drafts` int32 [rows, draft_len], `counts` int32 [rows]; out: `ids`
     int64, `positions`, `cells` int32 [rows * (draft_len + 1)]. A row that reached `stop_at` gets no
-    tokens.
+    tokens; `whole`: one that did not gets all its drafts, also past `stop_at`.
     """
     rows = len(slot_of)
     width = len(ids) // rows
@@ -125,6 +131,7 @@ def prepare(
         PAGE=slots.page_size,
         WIDTH=width,
         WIDTH_PADDED=triton.next_power_of_2(width),
+        WHOLE=whole,
         num_warps=1,
         **overlap(ids),
     )

@@ -1,0 +1,220 @@
+"""Block drafters inside the lane, in Triton's interpreter: the host path's drafts, plain tokens."""
+
+import tests.interpreter  # noqa: F401, I001 - first
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slipstream.drafters import dflash_device
+from slipstream.drafters.none import NoneDrafter
+from slipstream.engine import LLM
+from slipstream.engine.fast import attach
+from slipstream.models.config import from_hf
+from slipstream.models.dflash import save_dflash
+from slipstream.models.dflash2 import DFlash2Config, save_dflash2
+from slipstream.models.dspark import DSparkConfig, save_dspark
+from slipstream.models.tiny import tiny_model
+from slipstream.train.data import Features
+from slipstream.train.dflash import Shape, draft_config
+from slipstream.types import SamplingParams, Span
+from tests.exact.test_trained_drafters import Fresh, kept
+
+VOCAB, MASK = 8, 7  # so few tokens that drafts of random weights are accepted now and then
+LOADED = tiny_model("llama", head_dim=16, layers=2, vocab=VOCAB)
+PROMPTS = [[3, 4, 5] * 7, [6, 1] * 5, [2, 3, 4, 5, 6, 1, 0, 3, 3], [5] * 12]
+METHODS = ["dflash", "dflash reduced", "dflash2", "dspark", "dspark gated", "dspark rnn"]
+
+
+def backbone(layers=("full", "sliding"), context=512, **changes):
+    base = draft_config(LOADED.config, Shape(layers=len(layers), taps=2), mask_token_id=MASK)
+    hf = dict(base.model.hf) | {
+        "layer_types": [f"{kind}_attention" for kind in layers],
+        "use_sliding_window": "sliding" in layers,
+        "sliding_window": 9 if "sliding" in layers else None,
+        "max_position_embeddings": context,
+    }
+    return replace(base, model=from_hf(hf, source="tiny"), **changes)
+
+
+def tensors(config, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in config.shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        found[name] = 1 + 0.1 * noise if name.endswith("norm.weight") else noise / shape[-1] ** 0.5
+    if "d2t" in found:
+        ids = torch.tensor([1, 2, 3, 4, 5, 6])
+        found["d2t"] = ids - torch.arange(len(ids))
+    return found
+
+
+def spec(method, folder, **changes):
+    """A checkpoint of random weights, and its spec."""
+    name, _, kind = method.partition(" ")
+    if kind in ("reduced", "rnn"):
+        changes = {"draft_vocab": 6, "sliding_causal": False, **changes}
+    flash = backbone(**changes)
+    if name == "dflash":
+        save_dflash(folder, flash, tensors(flash))
+        return f"dflash:{folder}:5"
+    if name == "dflash2":
+        config = DFlash2Config(flash, kernel=3, group=8, rank=12, top_k=4)
+        save_dflash2(folder, config, tensors(config))
+        return f"dflash2:{folder}:5"
+    config = DSparkConfig(flash, kind or "vanilla", rank=12, from_anchor=kind != "rnn")
+    save_dspark(folder, config, tensors(config))
+    return f"dspark:{folder}:5" + (",stop=0.3" if kind == "gated" else "")
+
+
+def arms(drafter, users=4, **kwargs):
+    """Plain decoding and the drafter on the CPU, and the drafter in a lane."""
+    kwargs = {"max_users": users, "kv_tokens": 1024, **kwargs}
+    plain = LLM(LOADED, drafter="none", **kwargs)
+    host, fast = plain.fork(drafter), plain.fork(drafter)
+    fast.engine.target.kernels = True
+    attach(fast.engine, max_users=users)
+    assert fast.engine.fast is not None
+    return plain, host, fast
+
+
+def ids(completions):
+    return [c.token_ids for c in completions]
+
+
+def drafts(completions):
+    """What was drafted and accepted at each step of each answer."""
+    return [
+        [(r.depth, r.drafted, r.accepted) for r in c.records if not r.prefill] for c in completions
+    ]
+
+
+def accepted(completions):
+    return sum(r.accepted for c in completions for r in c.records)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_and_tokens_are_those_of_the_host_path(method, tmp_path, monkeypatch):
+    if method == "dflash":
+        monkeypatch.setattr(dflash_device, "_TILE", 12)  # several tiles a block
+    plain, host, fast = arms(spec(method, tmp_path))
+    params = [SamplingParams(max_tokens=9 + i, ignore_eos=True) for i in range(4)]
+    expected, found = plain.generate(PROMPTS, params), fast.generate(PROMPTS, params)
+    assert ids(found) == ids(expected)
+    assert drafts(found) == drafts(host.generate(PROMPTS, params))
+    assert accepted(found) > 2
+    assert fast.drafter.block.forwards == 0, "the host drafted"
+    if "gated" in method:
+        assert len({d for each in drafts(found) for _, d, _ in each}) > 2, "nothing was cut"
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
+def test_sampled_tokens_are_those_of_plain_decoding(method, tmp_path):
+    """Also those that the host drafts, between steps of the lane: a penalty joins."""
+    plain, _, fast = arms(spec(method, tmp_path), users=2)
+    each = [
+        SamplingParams(
+            max_tokens=8 + 2 * i,
+            temperature=0.9 if i != 1 else 0.0,
+            top_p=0.9 if i == 2 else 1.0,
+            repetition_penalty=1.2 if i == 3 else 1.0,
+            seed=i,
+            ignore_eos=True,
+        )
+        for i in range(4)
+    ]
+    found = fast.generate(PROMPTS, each)
+    assert ids(found) == ids(plain.generate(PROMPTS, each))
+    assert accepted(found) > 0
+    assert fast.drafter.block.forwards > 0
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_draining_reused_slots_and_prefixes_change_no_draft(method, tmp_path):
+    plain, host, fast = arms(spec(method, tmp_path), users=2)
+    prompts = [*PROMPTS, PROMPTS[0] + PROMPTS[1]]
+    each = [
+        SamplingParams(max_tokens=n, repetition_penalty=p, ignore_eos=True)
+        for n, p in ((20, 1.0), (5, 1.0), (4, 1.3), (9, 1.0), (12, 1.0))
+    ]
+    for _ in range(2):
+        expected, found = plain.generate(prompts, each), fast.generate(prompts, each)
+        assert ids(found) == ids(expected)
+        assert drafts(found) == drafts(host.generate(prompts, each))
+        # An answer's own pages are taken over as well as prompts.
+        prompts = [[*p, *c.token_ids, 3] for p, c in zip(prompts, found, strict=True)]
+    assert sum(c.cached_tokens for c in found) > 60
+    assert accepted(found) > 2
+
+
+def test_the_draft_cache_is_that_of_a_fresh_prefill(tmp_path):
+    """While the lane runs, when it drains, after a stop in the middle of a step."""
+    drafter = spec("dflash", tmp_path)
+    _, host, fast = arms(drafter, users=2, kv_tokens=176)
+    engine, probe = fast.engine, host.drafter
+    features = Features(LOADED, probe.needs, longest=200)
+    stops = SamplingParams(max_tokens=14, stop_token_ids=(4,), min_tokens=5, ignore_eos=True)
+    limits = SamplingParams(max_tokens=18, ignore_eos=True)
+    for prompt, params in zip(PROMPTS, (limits, stops, limits, stops), strict=True):
+        engine.submit(prompt, params)
+    checked = laned = 0
+    while engine.has_work:
+        engine.step()
+        for row in engine.scheduler.running:
+            count = row.computed
+            probe.absorb([Span(Fresh(row.tokens), 0, features.of(row.tokens[:count]))])
+            found, expected = kept(fast.drafter, row.pages, count), kept(probe, Fresh.pages, count)
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
+            checked += 1
+        laned += engine.fast.lane.busy
+    assert checked > 10
+    assert laned > 5
+
+
+def test_a_request_that_may_outgrow_the_drafter_stays_on_the_host(tmp_path):
+    plain, host, fast = arms(spec("dflash", tmp_path, context=40))
+    short = SamplingParams(max_tokens=10, ignore_eos=True)
+    long = SamplingParams(max_tokens=24, ignore_eos=True)
+    fast.generate(PROMPTS[1:2], short)
+    assert fast.drafter.block.forwards == 0
+    found = fast.generate(PROMPTS[:1], long)
+    assert fast.drafter.block.forwards > 0
+    assert ids(found) == ids(plain.generate(PROMPTS[:1], long))
+    assert drafts(found) == drafts(host.generate(PROMPTS[:1], long))
+
+
+def test_a_small_pool_and_the_context_s_end(tmp_path):
+    """Blocks reach past both; where pages are short the host goes on without drafts."""
+    plain, _, fast = arms(spec("dflash", tmp_path), kv_tokens=80)
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    expected = [plain.generate([p], params)[0].token_ids for p in PROMPTS]
+    assert ids(fast.generate(PROMPTS, params)) == expected
+    assert fast.engine.scheduler.preemptions > 0
+    pool = fast.engine.target.pool
+    assert pool.available == pool.num_pages
+
+
+class Noting(NoneDrafter):
+    """Nothing to draft, and a form that is told where rows sit."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+
+    def entered(self, rows, slots):
+        self.told.append({row.request_id: slot for row, slot in zip(rows, slots, strict=True)})
+
+
+def test_a_form_with_state_is_told_where_rows_sit():
+    llm = LLM(LOADED, max_users=2, kv_tokens=256)
+    llm.engine.drafter = noting = Noting()
+    llm.engine.target.kernels = True
+    attach(llm.engine, max_users=2)
+    each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 4, 4)]
+    llm.generate(PROMPTS[:3], each)
+    assert [set(t) for t in noting.told] == [{0, 1}, {0, 2}, {0}] or [
+        set(t) for t in noting.told
+    ] == [{0, 1}, {0, 2}]
+    assert {t[0] for t in noting.told} == {noting.told[0][0]}, "a row that stays keeps its slot"
+    assert noting.told[0][1] == noting.told[1][2], "the slot is given to the next one"
