@@ -192,8 +192,14 @@ class ChainDrafter:
     def reset(self) -> None:
         """Nothing is kept across requests but with the target's own pages."""
 
-    def on_device(self) -> ChainForm:
-        """The same passes where the tokens are, greedy; those here are greedy too from now on."""
+    def on_device(self) -> ChainForm | None:
+        """The same passes where the tokens are, greedy; those here are greedy too from now on.
+
+        None for heads of a size that the attention kernel has no tiles for.
+        """
+        dim, tiled = self.weights.sizes.head_dim, self.weights.embedding.device.type != "cpu"
+        if dim & (dim - 1) or (tiled and dim < 16):
+            return None
         from slipstream.drafters.chain_device import ChainForm
 
         self._one_hot = True

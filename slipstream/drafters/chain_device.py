@@ -111,11 +111,11 @@ class ChainPass:
         taken, one = self._laid_out(step)
         self._take_in(step, taken)
         kernels, states = self._form.kernels, self._current
-        for place in range(self._form.draft_len):
-            read, fed = kernels.read(states)
+        self._choose(step, kernels.read(states), 0)
+        for place in range(1, self._form.draft_len):
+            fed = kernels.recycled(states)
+            states, read = kernels.run(self._token, fed, one, self._form.storage)
             self._choose(step, read, place)
-            if place + 1 < self._form.draft_len:
-                states = kernels.run(self._token, fed, one, self._form.storage)
 
     def _laid_out(self, step: Step) -> tuple[Flat, Flat]:
         """Where the tokens of both kinds of pass lie; made once a step, with room for attention."""
@@ -168,7 +168,7 @@ class ChainPass:
             **overlap(self._after),
         )
         states = form.kernels.fused(step.features)
-        out = form.kernels.run(self._after, states, flat, form.storage)
+        out, _ = form.kernels.run(self._after, states, flat, form.storage)
         _keep_kernel[(self._rows,)](
             out,
             *(step.slot_of, self._picked, slots.lengths),

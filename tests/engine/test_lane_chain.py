@@ -8,7 +8,7 @@ import torch
 from slipstream.engine import LLM
 from slipstream.engine.fast import attach
 from slipstream.models.config import from_hf
-from slipstream.models.cuda import layers
+from slipstream.models.cuda import chain, layers
 from slipstream.models.eagle3 import Eagle3Config, save_eagle3
 from slipstream.models.mtp import head_config, save_mtp
 from slipstream.models.mtp_gated import gated_config, save_gated
@@ -34,8 +34,9 @@ def randoms(shapes, seed):
     }
 
 
-def eagle(folder, seed, *, depth=1, **flags):
+def eagle(folder, seed, *, depth=1, context=512, **flags):
     hf = {**draft_config(LOADED.config).model.hf, "num_hidden_layers": depth}
+    hf["max_position_embeddings"] = context
     if depth > 1:
         hf |= {"sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"]}
     config = Eagle3Config(from_hf(hf, source="x"), (1, 2), **flags)
@@ -133,9 +134,11 @@ def steps(completions):
     return [[(r.depth, r.drafted, r.accepted) for r in c.records] for c in completions]
 
 
-def same_drafts(spec, prompts, params, **kwargs):
-    """Tokens, accepted drafts, and every single draft token are the host's; what was drafted in the
-    lane, what was accepted, and the lane's arm.
+def same_drafts(spec, prompts, params, *, exactly=True, **kwargs):
+    """Tokens and every single draft token are the host's, and `exactly`: all that was accepted;
+    what was drafted in the lane, what was accepted there, and both arms.
+
+    Not exactly: pages run short at other times, but wherever both draft, they draft the same.
     """
     plain, host, fast = trio(spec, **kwargs)
     expected = ids(plain.generate(prompts, params))
@@ -144,9 +147,15 @@ def same_drafts(spec, prompts, params, **kwargs):
     found, laned = watched(fast)
     before, after = host.generate(prompts, params), fast.generate(prompts, params)
     assert ids(before) == ids(after) == expected
-    assert steps(after) == steps(before)
-    assert {key: found.get(key) for key in wanted} == wanted
-    return laned[0], sum(r.accepted for c in after for r in c.records), fast
+    if exactly:
+        assert steps(after) == steps(before)
+        assert {key: found.get(key) for key in wanted} == wanted
+    both = [(found[k], wanted[k]) for k in found.keys() & wanted.keys() if found[k] and wanted[k]]
+    assert both
+    for ours, theirs in both:
+        width = min(len(ours), len(theirs))
+        assert ours[:width] == theirs[:width]
+    return laned[0], sum(r.accepted for c in after for r in c.records), (host, fast)
 
 
 VARIED = [PROMPTS[2], PROMPTS[4]]
@@ -160,7 +169,8 @@ def test_the_lane_drafts_what_the_host_drafts(spec):
 
 def test_the_kernels_for_few_rows_draft_the_same(spec, monkeypatch):
     """They serve bfloat16; in float32 their sums can be compared with the host's."""
-    monkeypatch.setattr(layers, "few", lambda x: len(x) <= 16)
+    for module in (layers, chain):
+        monkeypatch.setattr(module, "few", lambda x: len(x) <= 16)
     laned, *_ = same_drafts(spec, VARIED[:1], SamplingParams(max_tokens=11, ignore_eos=True))
     assert laned > 5
 
@@ -182,3 +192,38 @@ def test_the_lane_is_left_and_entered_again(light):
     prompts = [PROMPTS[2], PROMPTS[0], PROMPTS[4], PROMPTS[3], [5, 6, 7]]
     laned, *_ = same_drafts(light, prompts, each, max_users=2)
     assert laned > 20
+
+
+def test_a_small_pool_preempts_and_prompts_are_taken_over(light):
+    each = SamplingParams(max_tokens=16, ignore_eos=True)
+    shared = [[*PROMPTS[2], *PROMPTS[4], 5, 6, 3, 9, n] for n in (3, 4)]
+    laned, _, arms = same_drafts(light, shared, each, exactly=False, kv_tokens=80, max_users=2)
+    assert laned > 20
+    assert [arm.engine.scheduler.preemptions > 0 for arm in arms] == [True, True]
+    pool = arms[1].engine.target.pool
+    assert pool.available == pool.num_pages
+    found = arms[1].generate(shared[:1], each)  # what is left of the cache is right
+    assert found[0].cached_tokens > 0
+    assert ids(found) == ids(arms[0].generate(shared[:1], each))
+
+
+def test_a_row_drafts_up_to_the_end_of_the_drafters_context(tmp_path):
+    """One that may outgrow it stays on the host, where it stops drafting."""
+    spec = eagle(tmp_path, 53, context=26) + ":3"
+    each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (8, 12)]
+    for params, in_lane in ((each[0], True), (each[1], False)):
+        laned, *_ = same_drafts(spec, VARIED[:1], params)
+        assert (laned > 0) is in_lane
+
+
+def test_a_row_without_a_state_drafts_once_it_has_one(light):
+    plain, host, fast = trio(light)
+    fast.engine.fast.lane._form._known = {}  # the host knows of nobody
+    wanted, _ = watched(host)
+    found, _ = watched(fast)
+    before, after = host.generate(VARIED[:1], GREEDY), fast.generate(VARIED[:1], GREEDY)
+    assert ids(before) == ids(after) == ids(plain.generate(VARIED[:1], GREEDY))
+    first, *rest = [key for key in sorted(found) if key in wanted]
+    assert (found[first], len(wanted[first])) == ([], 3)
+    assert rest
+    assert all(found[key] == wanted[key] for key in rest)

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.models.cuda.launch import overlap, wait
-from slipstream.models.cuda.layers import Flat, product, run_normed
-from slipstream.models.cuda.linear import Normed
+from slipstream.models.cuda.layers import Flat, few, product, run_normed
+from slipstream.models.cuda.linear import Normed, linear_norm
 from slipstream.models.cuda.norm import rms_norm
 from slipstream.models.dense import Model
 from slipstream.models.eagle3_network import Eagle3
@@ -38,12 +38,20 @@ class ChainKernels(Protocol):
         """[tokens, taps, target hidden] -> the states the first layer reads, [tokens, hidden]."""
         ...
 
-    def run(self, tokens: Tensor, states: Tensor, flat: Flat, storage: Sequence[Tensor]) -> Tensor:
-        """Output [N, hidden] for `tokens` int64 [N], the token after each position."""
+    def run(
+        self, tokens: Tensor, states: Tensor, flat: Flat, storage: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Output for `tokens` int64 [N], the token after each position, and what the head reads of
+        it up to a positive factor a row, which no argmax sees: [N, hidden] each.
+        """
         ...
 
-    def read(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Of outputs: what the head reads and what is fed back, [N, hidden] each."""
+    def read(self, states: Tensor) -> Tensor:
+        """What the head reads of outputs."""
+        ...
+
+    def recycled(self, states: Tensor) -> Tensor:
+        """What is fed back of outputs."""
         ...
 
 
@@ -67,20 +75,25 @@ class EagleKernels:
             flat = torch.cat([rms_norm(x.contiguous(), n.weight, n.eps) for x, n in chunks], 1)
         return product(flat, w.fc.weight, w.fc.bias)
 
-    def run(self, tokens: Tensor, states: Tensor, flat: Flat, storage: Sequence[Tensor]) -> Tensor:
-        """The last layer's output before the final norm."""
+    def run(
+        self, tokens: Tensor, states: Tensor, flat: Flat, storage: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The last layer's output before the final norm, and after all of it but 1 / rms."""
         w = self._weights
         both = joined(
             tokens, w.embedding, states, w.blocks[0].attention_norm, state_norm=w.feature_norm
         )
         x = both[:, states.shape[1] :].contiguous() if w.config.norm_before_residual else states
-        return run_normed(self.model, Normed(x, both, None), flat, storage)[0].x
+        stream, _ = run_normed(self.model, Normed(x, both, None), flat, storage)
+        return stream.x, stream.scaled
 
-    def read(self, states: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, states: Tensor) -> Tensor:
         """See `ChainKernels`."""
-        norm = self._weights.norm
-        normed = rms_norm(states, norm.weight, norm.eps)
-        return normed, normed if self._weights.config.norm_output else states
+        return rms_norm(states, self.model.norm.weight, self.model.norm.eps)
+
+    def recycled(self, states: Tensor) -> Tensor:
+        """See `ChainKernels`."""
+        return self.read(states) if self._weights.config.norm_output else states
 
 
 class MtpKernels:
@@ -98,23 +111,33 @@ class MtpKernels:
         final = self._weights.final
         return rms_norm(features[:, 0].contiguous(), final.weight, final.eps)
 
-    def run(self, tokens: Tensor, states: Tensor, flat: Flat, storage: Sequence[Tensor]) -> Tensor:
-        """The layer's output after the head's norm."""
+    def run(
+        self, tokens: Tensor, states: Tensor, flat: Flat, storage: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output after the head's norm, twice."""
         w, first = self._weights, self._weights.block.attention_norm
         both = joined(tokens, w.embedding, states, w.token_norm, state_norm=w.state_norm)
-        x = product(both, w.join.weight, w.join.bias)
-        normed = rms_norm(x, first.weight, first.eps)
         gate = None
+        if few(both) and w.gate is None:
+            stream = linear_norm(both, w.join.weight, w.join.bias, None, first.weight)
+        else:
+            x = product(both, w.join.weight, w.join.bias)
+            stream = Normed(x, rms_norm(x, first.weight, first.eps), None)
         if w.gate is not None:
-            gate = product(normed, w.gate.weight, w.gate.bias).sigmoid_()
-        stream, _ = run_normed(self.model, Normed(x, normed, None), flat, storage, gate=gate)
-        if stream.squares is None:
-            return stream.scaled
-        return rms_norm(stream.x, w.norm.weight, w.norm.eps)
+            gate = product(stream.scaled, w.gate.weight, w.gate.bias).sigmoid_()
+        stream, _ = run_normed(self.model, stream, flat, storage, gate=gate)
+        out = stream.scaled
+        if stream.squares is not None:
+            out = rms_norm(stream.x, w.norm.weight, w.norm.eps)
+        return out, out
 
-    def read(self, states: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, states: Tensor) -> Tensor:
         """See `ChainKernels`."""
-        return states, states
+        return states
+
+    def recycled(self, states: Tensor) -> Tensor:
+        """See `ChainKernels`."""
+        return states
 
 
 @triton.jit
