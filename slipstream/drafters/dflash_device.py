@@ -38,9 +38,7 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
 
 
-def random_weights(
-    target: Model, *, layers: int, taps: int, block_size: int, seed: int
-) -> DFlash:
+def random_weights(target: Model, *, layers: int, taps: int, block_size: int, seed: int) -> DFlash:
     """A drafter of the target's width, its matrices drawn from N(0, 0.02) and norms of ones;
     embedding and head are the target's. For cost measurements.
     """
@@ -51,7 +49,9 @@ def random_weights(
 
     def drawn(shape: tuple[int, ...]) -> Tensor:
         values = torch.empty(shape, dtype=target.dtype, device=target.device)
-        return values.fill_(1.0) if len(shape) == 1 else values.normal_(0, 0.02, generator=generator)
+        return (
+            values.fill_(1.0) if len(shape) == 1 else values.normal_(0, 0.02, generator=generator)
+        )
 
     return from_tensors(config, {name: drawn(s) for name, s in config.shapes.items()}, target)
 
@@ -165,7 +165,7 @@ class BlockPass:
             cells=self._cells,
             whole=True,
         )
-        self._tile_row.copy_(step.slot_of.repeat_interleave(self._tiles))
+        self._tile_row.view(-1, self._tiles).copy_(step.slot_of.unsqueeze(1))
         if self._flat is None:
             self._flat = self._laid_out(step)
         x = F.embedding(self._ids, model.embedding)

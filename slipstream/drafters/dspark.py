@@ -55,6 +55,8 @@ class DSparkDrafter(DFlashDrafter):
         alive = torch.ones(len(lanes), device=device)
         for i in range(max(lane.width for lane in lanes)):
             going = [g for g in going if lanes[g].width > i]
+            if not going:  # those that are wider have ended before
+                return
             before = [(lanes[g].chosen or lanes[g].row.tokens)[-1] for g in going]
             tokens = torch.tensor(before, device=device)
             own = hidden[[g * self.reach + first + i for g in going]]

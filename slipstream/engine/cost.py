@@ -199,9 +199,7 @@ class _ShapeDFlash(NoneDrafter):
     def on_device(self) -> Any:
         from slipstream.drafters.dflash_device import BlockForm
 
-        return BlockForm(
-            weights=self.weights, draft_len=self.max_draft_len, storage=self._storage
-        )
+        return BlockForm(weights=self.weights, draft_len=self.max_draft_len, storage=self._storage)
 
 
 def _run(engine: Engine, case: Case) -> tuple[tuple[list[float], list[float]], float]:

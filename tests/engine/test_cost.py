@@ -7,9 +7,10 @@ import torch
 from typer.testing import CliRunner
 
 from slipstream.cli import app
-from slipstream.engine.cost import Case, _answer_tokens, _draft_len, measure
+from slipstream.engine.cost import Case, _answer_tokens, _draft_len, _engine, measure
 from slipstream.errors import InvalidConfig
 from slipstream.models.tiny import tiny_model
+from slipstream.types import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,20 @@ def test_room_follows_the_drafter_also_where_its_spec_has_no_number(drafter, dra
     found = _draft_len(tiny_model().model, Case(drafter, 1, 8))
     assert found == draft_len
     assert _answer_tokens(found) == _answer_tokens(0) * (draft_len + 1)
+
+
+def test_the_dflash_shape_drafts_in_the_lane():
+    shape = {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+    loaded = tiny_model(layers=6, max_position_embeddings=1024, **shape)
+    engine, drafter = _engine(loaded, Case("dflash:3,layers=1", 1, 8, acceptance=3.0))
+    assert drafter.reach == drafter.weights.config.block_size == 4
+    engine.target.kernels = True
+    engine.submit([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=True))
+    while engine.has_work:
+        (output,) = engine.step()
+    steps = [r for r in output.completion.records if not r.prefill][:-2]
+    assert {r.drafted for r in steps} == {3}
+    assert 1 < sum(r.accepted for r in steps) / len(steps) < 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -22,23 +22,30 @@ from slipstream.types import SamplingParams, Span
 from tests.exact.test_trained_drafters import Fresh, kept
 
 VOCAB, MASK = 8, 7  # so few tokens that drafts of random weights are accepted now and then
-LOADED = tiny_model("llama", head_dim=16, layers=2, vocab=VOCAB)
+SIZES = {
+    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size": 32,
+    "layers": 1,
+}
+LOADED = tiny_model("qwen3", seed=3, vocab=VOCAB, **SIZES)
 PROMPTS = [[3, 4, 5] * 7, [6, 1] * 5, [2, 3, 4, 5, 6, 1, 0, 3, 3], [5] * 12]
 METHODS = ["dflash", "dflash reduced", "dflash2", "dspark", "dspark gated", "dspark rnn"]
 
 
-def backbone(layers=("full", "sliding"), context=512, **changes):
-    base = draft_config(LOADED.config, Shape(layers=len(layers), taps=2), mask_token_id=MASK)
+def backbone(layers=("full",), context=512, **changes):
+    base = draft_config(LOADED.config, Shape(layers=len(layers), taps=1), mask_token_id=MASK)
     hf = dict(base.model.hf) | {
         "layer_types": [f"{kind}_attention" for kind in layers],
         "use_sliding_window": "sliding" in layers,
-        "sliding_window": 9 if "sliding" in layers else None,
+        "sliding_window": 6 if "sliding" in layers else None,
         "max_position_embeddings": context,
     }
-    return replace(base, model=from_hf(hf, source="tiny"), **changes)
+    return replace(base, model=from_hf(hf, source="tiny"), block_size=5, **changes)
 
 
-def tensors(config, seed=3):
+def tensors(config, seed=2):
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in config.shapes.items():
@@ -53,25 +60,27 @@ def tensors(config, seed=3):
 def spec(method, folder, **changes):
     """A checkpoint of random weights, and its spec."""
     name, _, kind = method.partition(" ")
+    if method == "dflash":
+        changes = {"layers": ("full", "sliding"), **changes}
     if kind in ("reduced", "rnn"):
         changes = {"draft_vocab": 6, "sliding_causal": False, **changes}
     flash = backbone(**changes)
     if name == "dflash":
         save_dflash(folder, flash, tensors(flash))
-        return f"dflash:{folder}:5"
+        return f"dflash:{folder}:3"
     if name == "dflash2":
-        config = DFlash2Config(flash, kernel=3, group=8, rank=12, top_k=4)
+        config = DFlash2Config(flash, kernel=3, group=8, rank=6, top_k=4)
         save_dflash2(folder, config, tensors(config))
-        return f"dflash2:{folder}:5"
-    config = DSparkConfig(flash, kind or "vanilla", rank=12, from_anchor=kind != "rnn")
+        return f"dflash2:{folder}:3"
+    config = DSparkConfig(flash, kind or "vanilla", rank=6, from_anchor=kind != "rnn")
     save_dspark(folder, config, tensors(config))
-    return f"dspark:{folder}:5" + (",stop=0.3" if kind == "gated" else "")
+    return f"dspark:{folder}:3" + (",stop=0.3" if kind == "gated" else "")
 
 
-def arms(drafter, users=4, **kwargs):
+def arms(drafter, users=2, loaded=LOADED, **kwargs):
     """Plain decoding and the drafter on the CPU, and the drafter in a lane."""
     kwargs = {"max_users": users, "kv_tokens": 1024, **kwargs}
-    plain = LLM(LOADED, drafter="none", **kwargs)
+    plain = LLM(loaded, drafter="none", **kwargs)
     host, fast = plain.fork(drafter), plain.fork(drafter)
     fast.engine.target.kernels = True
     attach(fast.engine, max_users=users)
@@ -99,20 +108,20 @@ def test_drafts_and_tokens_are_those_of_the_host_path(method, tmp_path, monkeypa
     if method == "dflash":
         monkeypatch.setattr(dflash_device, "_TILE", 12)  # several tiles a block
     plain, host, fast = arms(spec(method, tmp_path))
-    params = [SamplingParams(max_tokens=9 + i, ignore_eos=True) for i in range(4)]
-    expected, found = plain.generate(PROMPTS, params), fast.generate(PROMPTS, params)
+    params = [SamplingParams(max_tokens=12 + i, ignore_eos=True) for i in range(2)]
+    expected, found = plain.generate(PROMPTS[:2], params), fast.generate(PROMPTS[:2], params)
     assert ids(found) == ids(expected)
-    assert drafts(found) == drafts(host.generate(PROMPTS, params))
+    assert drafts(found) == drafts(host.generate(PROMPTS[:2], params))
     assert accepted(found) > 2
     assert fast.drafter.block.forwards == 0, "the host drafted"
     if "gated" in method:
-        assert len({d for each in drafts(found) for _, d, _ in each}) > 2, "nothing was cut"
+        assert any(d < 3 for each in drafts(found) for _, d, _ in each[:-2]), "nothing was cut"
 
 
 @pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
 def test_sampled_tokens_are_those_of_plain_decoding(method, tmp_path):
     """Also those that the host drafts, between steps of the lane: a penalty joins."""
-    plain, _, fast = arms(spec(method, tmp_path), users=2)
+    plain, _, fast = arms(spec(method, tmp_path))
     each = [
         SamplingParams(
             max_tokens=8 + 2 * i,
@@ -130,9 +139,9 @@ def test_sampled_tokens_are_those_of_plain_decoding(method, tmp_path):
     assert fast.drafter.block.forwards > 0
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark"])
+@pytest.mark.parametrize("method", ["dflash2", "dspark"])
 def test_draining_reused_slots_and_prefixes_change_no_draft(method, tmp_path):
-    plain, host, fast = arms(spec(method, tmp_path), users=2)
+    plain, host, fast = arms(spec(method, tmp_path))
     prompts = [*PROMPTS, PROMPTS[0] + PROMPTS[1]]
     each = [
         SamplingParams(max_tokens=n, repetition_penalty=p, ignore_eos=True)
@@ -151,7 +160,7 @@ def test_draining_reused_slots_and_prefixes_change_no_draft(method, tmp_path):
 def test_the_draft_cache_is_that_of_a_fresh_prefill(tmp_path):
     """While the lane runs, when it drains, after a stop in the middle of a step."""
     drafter = spec("dflash", tmp_path)
-    _, host, fast = arms(drafter, users=2, kv_tokens=176)
+    _, host, fast = arms(drafter, kv_tokens=176)
     engine, probe = fast.engine, host.drafter
     features = Features(LOADED, probe.needs, longest=200)
     stops = SamplingParams(max_tokens=14, stop_token_ids=(4,), min_tokens=5, ignore_eos=True)
@@ -169,7 +178,7 @@ def test_the_draft_cache_is_that_of_a_fresh_prefill(tmp_path):
             checked += 1
         laned += engine.fast.lane.busy
     assert checked > 10
-    assert laned > 5
+    assert laned > 3
 
 
 def test_a_request_that_may_outgrow_the_drafter_stays_on_the_host(tmp_path):
@@ -184,12 +193,22 @@ def test_a_request_that_may_outgrow_the_drafter_stays_on_the_host(tmp_path):
     assert drafts(found) == drafts(host.generate(PROMPTS[:1], long))
 
 
-def test_a_small_pool_and_the_context_s_end(tmp_path):
-    """Blocks reach past both; where pages are short the host goes on without drafts."""
-    plain, _, fast = arms(spec("dflash", tmp_path), kv_tokens=80)
+def test_blocks_reach_past_the_targets_context(tmp_path):
+    short = tiny_model("qwen3", seed=3, vocab=VOCAB, max_position_embeddings=16, **SIZES)
+    plain, host, fast = arms(spec("dflash reduced", tmp_path), loaded=short)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    expected, found = plain.generate(PROMPTS[2:], params), fast.generate(PROMPTS[2:], params)
+    assert ids(found) == ids(expected)
+    assert drafts(found) == drafts(host.generate(PROMPTS[2:], params))
+    assert fast.drafter.block.forwards == 0
+
+
+def test_a_small_pool_preempts(tmp_path):
+    """Where a block finds no pages the host goes on without drafts."""
+    plain, _, fast = arms(spec("dspark", tmp_path), kv_tokens=64)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
-    expected = [plain.generate([p], params)[0].token_ids for p in PROMPTS]
-    assert ids(fast.generate(PROMPTS, params)) == expected
+    expected = [plain.generate([p], params)[0].token_ids for p in PROMPTS[:2]]
+    assert ids(fast.generate(PROMPTS[:2], params)) == expected
     assert fast.engine.scheduler.preemptions > 0
     pool = fast.engine.target.pool
     assert pool.available == pool.num_pages

@@ -5,6 +5,7 @@ import torch
 
 from slipstream.engine import LLM
 from slipstream.models.tiny import save_tiny, tiny_model
+from slipstream.train.recipes import Shape, make
 from slipstream.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -33,3 +34,26 @@ def test_every_drafter_gives_the_tokens_of_the_cpu(family, temperature, draft):
         done = gpu.fork(drafter).generate(PROMPTS, params)
         assert [c.token_ids for c in done] == expected, drafter
         assert sum(r.drafted for c in done for r in c.records) > 0
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_block_drafters_draft_in_the_captured_step(method, temperature, tmp_path):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=3, ignore_eos=True)
+    host = tiny_model("llama", head_dim=16)
+    rank = {} if method == "dflash" else {"rank": 16}
+    shape = Shape(draft_len=7, taps=2, mask_token_id=319, **rank)
+    net = make(method, host.model, shape, seed=1)
+    net.save(tmp_path, net.tensors)
+    expected = LLM(host, device="cpu").generate(PROMPTS, params)
+    drafter = f"{method}:{tmp_path}:5"
+    gpu = LLM(tiny_model("llama", head_dim=16, device="cuda:0"), drafter=drafter)
+    assert gpu.engine.fast is not None
+    found = gpu.generate(PROMPTS, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    drafted = [[r.drafted for r in c.records if not r.prefill] for c in found]
+    assert all(each[0] == 5 for each in drafted)
+    if temperature == 0.0:
+        done = LLM(host, device="cpu", drafter=drafter).generate(PROMPTS, params)
+        assert drafted == [[r.drafted for r in c.records if not r.prefill] for c in done]

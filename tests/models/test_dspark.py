@@ -10,9 +10,10 @@ from slipstream.engine import LLM
 from slipstream.errors import InvalidConfig, ModelError
 from slipstream.models.config import from_hf
 from slipstream.models.dflash import DFlashConfig
-from slipstream.models.dspark import DSparkConfig, load_dspark
+from slipstream.models.dspark import DSpark, DSparkConfig, load_dspark
 from slipstream.models.tiny import tiny_model
 from slipstream.train.recipes import Shape, make
+from slipstream.types import SamplingParams
 
 LOADED = tiny_model("llama")
 
@@ -86,3 +87,20 @@ def test_what_does_not_fit_is_named(tmp_path):
     attempt("hidden_size is 64, not 48", hidden_size=64)
     with pytest.raises(InvalidConfig, match="markov is 'hidden' of rank 16"):
         made(tmp_path / "x", markov="hidden")
+
+
+def test_wide_drafts_that_all_ended_leave_narrow_ones_alone(tmp_path, monkeypatch):
+    """One request may draft one token and does; the other may draft three and is cut at once."""
+    made(tmp_path)
+    real = DSpark.survival
+
+    def survival(self, tokens, hidden):
+        return 0 * real(self, tokens, hidden) + torch.tensor([1.0, 0.0])[: len(tokens)]
+
+    monkeypatch.setattr(DSpark, "survival", survival)
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 9)]
+    prompts = [[5, 6, 7], [8, 9]]
+    found = LLM(LOADED, drafter=f"dspark:{tmp_path}:3,stop=0.5").generate(prompts, params)
+    expected = LLM(LOADED).generate(prompts, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert [c.records[1].drafted for c in found] == [1, 0]
