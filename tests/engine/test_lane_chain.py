@@ -167,11 +167,13 @@ def test_the_lane_drafts_what_the_host_drafts(spec):
     assert accepted >= 5
 
 
-def test_the_kernels_for_few_rows_draft_the_same(spec, monkeypatch):
+@pytest.mark.parametrize("method", ["eagle3, two layers", "mtp", "gated mtp"])
+def test_the_kernels_for_few_rows_draft_the_same(method, tmp_path, monkeypatch):
     """They serve bfloat16; in float32 their sums can be compared with the host's."""
     for module in (layers, chain):
         monkeypatch.setattr(module, "few", lambda x: len(x) <= 16)
-    laned, *_ = same_drafts(spec, VARIED[:1], SamplingParams(max_tokens=11, ignore_eos=True))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    laned, *_ = same_drafts(METHODS[method](tmp_path) + ":3", VARIED[:1], params)
     assert laned > 5
 
 
