@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,11 @@ from slipstream.models.attention import Segment
 from slipstream.models.config import ModelConfig
 from slipstream.models.rope import RopeTable
 from slipstream.target.batch import Placed, lay_out, place
-from slipstream.types import Draft, IntArray, Row, Span, Verdict
+from slipstream.types import Draft, DraftLaw, IntArray, OneHot, Row, Span, Verdict
+
+if TYPE_CHECKING:
+    from slipstream.drafters.chain_device import ChainForm
+    from slipstream.models.cuda.chain import ChainKernels
 
 
 class ChainWeights(Protocol):
@@ -76,6 +80,10 @@ class ChainWeights(Protocol):
         """What is fed back of an output."""
         ...
 
+    def kernels(self) -> ChainKernels:
+        """The same on an accelerator."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
@@ -88,8 +96,8 @@ class _Ready:
 class ChainDrafter:
     """Drafts up to `draft_len` tokens one after the other, all rows together.
 
-    `slots`: positions of the target's cache, in pages of `page_size`. A row past the drafter's own
-    context drafts nothing.
+    `slots`: positions of the target's cache, in pages of `page_size`; `max_users` rows at most. A
+    row past the drafter's own context drafts nothing.
     """
 
     shifted = True
@@ -102,12 +110,13 @@ class ChainDrafter:
         slots: int,
         page_size: int,
         vocab_size: int,
+        max_users: int,
         name: str,
     ) -> None:
         self.name, self.max_draft_len = name, draft_len
         self.needs = weights.taps
         self.weights = weights
-        self._page_size, self._vocab_size = page_size, vocab_size
+        self._page_size, self._vocab_size, self._max_users = page_size, vocab_size, max_users
         c, embedding = weights.sizes, weights.embedding
         # Room behind the end, as in `target.target`: rows at equal strides are viewed past it.
         shape = (slots + c.max_context, 2 * c.num_kv_heads, c.head_dim)
@@ -116,6 +125,7 @@ class ChainDrafter:
             for _ in range(c.num_layers)
         ]
         self._ready: dict[int, _Ready] = {}
+        self._one_hot = False
 
     @torch.inference_mode()
     def absorb(self, spans: Sequence[Span]) -> None:
@@ -153,7 +163,9 @@ class ChainDrafter:
             return Draft.empty(len(rows))
         made = list(lanes)
         device = self.weights.embedding.device
-        law = law_for(lanes, rows=len(rows), vocab=self._vocab_size, device=device)
+        law: DraftLaw = OneHot()
+        if not self._one_hot:
+            law = law_for(lanes, rows=len(rows), vocab=self._vocab_size, device=device)
         states = torch.stack([self._ready[lane.row.request_id].state for lane in lanes])
         while True:
             before = lanes
@@ -179,6 +191,26 @@ class ChainDrafter:
 
     def reset(self) -> None:
         """Nothing is kept across requests but with the target's own pages."""
+
+    def on_device(self) -> ChainForm | None:
+        """The same passes where the tokens are, greedy; those here are greedy too from now on.
+
+        None for heads of a size that the attention kernel has no tiles for.
+        """
+        dim, tiled = self.weights.sizes.head_dim, self.weights.embedding.device.type != "cpu"
+        if dim & (dim - 1) or (tiled and dim < 16):
+            return None
+        from slipstream.drafters.chain_device import ChainForm
+
+        self._one_hot = True
+        return ChainForm(
+            self.weights.kernels(),
+            needs=self.needs,
+            draft_len=self.max_draft_len,
+            storage=self.storage,
+            known=self._ready,
+            slots=self._max_users,
+        )
 
     def _run(
         self, where: Sequence[tuple[Row, int]], tokens: Sequence[Sequence[int]], states: Tensor
@@ -220,5 +252,6 @@ def chain(weights: ChainWeights, spec: DrafterSpec, context: DrafterContext) -> 
         slots=context.pages * context.page_size,
         page_size=context.page_size,
         vocab_size=context.vocab_size,
+        max_users=context.max_users,
         name=str(spec),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from slipstream.models.layers import Layer, Norm, rms_norm
 from slipstream.models.linear import Linear, linear, pack
 from slipstream.models.reduced import target_ids, widened
 from slipstream.models.rope import RopeTable
+
+if TYPE_CHECKING:
+    from slipstream.models.cuda.chain import EagleKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,12 @@ class Eagle3:
     def recycled(self, states: Tensor) -> Tensor:
         """What is fed back after a step."""
         return rms_norm(states, self.norm) if self.config.norm_output else states
+
+    def kernels(self) -> EagleKernels:
+        """The same on an accelerator."""
+        from slipstream.models.cuda.chain import EagleKernels
+
+        return EagleKernels(self)
 
 
 def from_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor], target: Model) -> Eagle3:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from slipstream.models.layers import Layer, Norm, rms_norm
 from slipstream.models.linear import Linear, linear
 from slipstream.models.reduced import widened
 from slipstream.models.rope import RopeTable
+
+if TYPE_CHECKING:
+    from slipstream.models.cuda.chain import MtpKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +96,9 @@ class MtpHead:
     def recycled(self, states: Tensor) -> Tensor:
         """The normed output, as vLLM and SGLang feed it back for DeepSeek's and Qwen's heads."""
         return states
+
+    def kernels(self) -> MtpKernels:
+        """The same on an accelerator."""
+        from slipstream.models.cuda.chain import MtpKernels
+
+        return MtpKernels(self)

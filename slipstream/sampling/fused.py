@@ -319,7 +319,7 @@ class Chooser:
 
         `salt`: the key of `Purpose.NEXT`. Skip the draw with `salt` 0, where all rows are greedy.
         """
-        self._first_pass(logits)
+        self.parts(logits)
         if salt:
             _draw_kernel[(self._rows * self._width,)](
                 logits,
@@ -344,13 +344,17 @@ class Chooser:
 
     def best(self, logits: Tensor) -> Tensor:
         """Likeliest token of each row of `logits`, int32 [rows * width]."""
-        self._first_pass(logits)
-        return self._ids.gather(1, self._peaks.argmax(1, keepdim=True)).squeeze(1)
+        peaks, ids = self.parts(logits)
+        return ids.gather(1, peaks.argmax(1, keepdim=True)).squeeze(1)
 
-    def _first_pass(self, logits: Tensor) -> None:
+    def parts(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Highest logit, float32, and its token, int32, of each part of a row, [rows * width,
+        parts] each; good until the next pass. A part with a NaN has a logit of infinity.
+        """
         _peaks_kernel[(self._rows * self._width, self._parts)](
             logits, self._peaks, self._ids, self._vocab, self._parts, PART=PART
         )
+        return self._peaks, self._ids
 
     def accept(
         self,

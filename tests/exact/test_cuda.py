@@ -57,3 +57,26 @@ def test_block_drafters_draft_in_the_captured_step(method, temperature, tmp_path
     if temperature == 0.0:
         done = LLM(host, device="cpu", drafter=drafter).generate(PROMPTS, params)
         assert drafted == [[r.drafted for r in c.records if not r.prefill] for c in done]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chain_drafters_draft_in_the_captured_step(method, temperature, tmp_path):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=3, ignore_eos=True)
+    host = tiny_model("llama", layers=3, head_dim=16)
+    net = make(method, host.model, Shape(draft_len=4), seed=1)
+    net.save(tmp_path, net.tensors)
+    expected = LLM(host, device="cpu").generate(PROMPTS, params)
+    drafter = f"{method}:{tmp_path}:4"
+    gpu = LLM(tiny_model("llama", layers=3, head_dim=16, device="cuda:0"), drafter=drafter)
+    assert gpu.engine.fast is not None
+    found = gpu.generate(PROMPTS, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    steps = [[(r.drafted, r.accepted) for r in c.records if not r.prefill] for c in found]
+    assert all(each[0][0] == 4 for each in steps)
+    if temperature == 0.0:
+        done = LLM(host, device="cpu", drafter=drafter).generate(PROMPTS, params)
+        assert steps == [
+            [(r.drafted, r.accepted) for r in c.records if not r.prefill] for c in done
+        ]

@@ -9,10 +9,12 @@ import torch
 
 
 from slipstream.models.cuda.attention import Tiles, attend, scratch_for
+from slipstream.models.cuda.chain import joined
 from slipstream.models.cuda.linear import Tile, linear, linear_gated, linear_norm
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
 from slipstream.models.cuda.wide import Cut, partial_products
+from slipstream.models.layers import Norm
 
 
 def close(found, expected, tolerance):
@@ -43,6 +45,29 @@ def test_linear(rows, columns, inner, dressed):
     if dressed:
         expected = expected + bias.double() + residual.double()
     close(found, expected, 1e-5)
+
+
+def test_a_product_made_ready_for_the_next_norm_without_a_stream_before_it():
+    x, weight = randn(3, 64, dtype=torch.float32), randn(32, 64, dtype=torch.float32, seed=1)
+    norm = randn(32, dtype=torch.float32, seed=2)
+    found = linear_norm(x, weight, None, None, norm)
+    expected = x.double() @ weight.double().t()
+    close(found.x, expected, 1e-5)
+    close(found.scaled, expected * norm.double(), 1e-5)
+    close(found.squares.sum(1), expected.pow(2).sum(1), 1e-5)
+
+
+@pytest.mark.parametrize("size", [32, 72])
+def test_a_token_and_a_state_are_normed_side_by_side(size):
+    embedding, states = randn(9, size, dtype=torch.float32), randn(4, size, dtype=torch.float32)
+    ours, theirs = (randn(size, dtype=torch.float32, seed=s) for s in (1, 2))
+    tokens = torch.tensor([8, 0, 3, 3])
+    found = joined(
+        tokens, embedding, states, Norm(ours, ours, 1e-5), state_norm=Norm(theirs, theirs, 1e-5)
+    )
+    picked = embedding[tokens]
+    expected = (picked / rms(picked) * ours.double(), states / rms(states) * theirs.double())
+    close(found, torch.cat(expected, 1), 1e-6)
 
 
 @pytest.mark.parametrize("split", [1, 2, 3])

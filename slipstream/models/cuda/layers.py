@@ -47,17 +47,36 @@ def run_layers(
     """
     if any(layer.mix is not None for layer in model.layers):
         return _run_mixed(model, x, flat, storage, taps)
-    norms = [layer.attention_norm for layer in model.layers] + [model.norm]
-    first = norms[0]
+    first = model.layers[0].attention_norm
     stream = Normed(x, rms_norm(x, first.weight, first.eps), None)
-    states = {0: x}
+    stream, tapped = run_normed(model, stream, flat, storage, taps)
+    return stream.x, tapped
+
+
+def run_normed(
+    model: Model,
+    stream: Normed,
+    flat: Flat,
+    storage: Sequence[Tensor],
+    taps: Sequence[int] = (),
+    gate: Tensor | None = None,
+) -> tuple[Normed, list[Tensor]]:
+    """`run_layers` for a first layer that reads `stream.scaled`, of any width, whatever made it.
+
+    The result is ready for the final norm. `gate` [tokens, queries * dim]: what the first layer's
+    attention is multiplied by.
+    """
+    norms = [layer.attention_norm for layer in model.layers[1:]] + [model.norm]
+    states = {0: stream.x}
     for i, layer in enumerate(model.layers):
         attended = _attention(model, i, stream, flat, storage[i])
+        if gate is not None and i == 0:
+            attended.mul_(gate)
         stream = _joined(attended, layer.out, stream, layer.mlp_norm)
-        stream = _joined(_gated(stream, layer), layer.down, stream, norms[i + 1])
+        stream = _joined(_gated(stream, layer), layer.down, stream, norms[i])
         if i + 1 in taps:
             states[i + 1] = stream.x
-    return stream.x, [states[t] for t in taps]
+    return stream, [states[t] for t in taps]
 
 
 def _run_mixed(

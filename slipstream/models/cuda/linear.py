@@ -176,7 +176,7 @@ def linear_gated(
 
 
 def linear_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm: Tensor
 ) -> Normed:
     """`linear` plus everything the next norm, of weight `norm` [columns], needs."""
     return _launch(_Operands(x=x, weight=weight, bias=bias, residual=residual, norm=norm))
