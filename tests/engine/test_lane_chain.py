@@ -47,9 +47,12 @@ def eagle(folder, seed, *, depth=1, context=512, **flags):
     return f"eagle3:{folder}"
 
 
-def mtp(folder, seed):
-    config = head_config(LOADED.config)
-    save_mtp(folder, config, randoms(config.shapes, seed))
+def mtp(folder, seed, **sizes):
+    config = head_config(LOADED.config, **sizes)
+    tensors = randoms(config.shapes, seed)
+    if "d2t" in tensors:
+        tensors["d2t"] = 1 + torch.arange(sizes["draft_vocab"])
+    save_mtp(folder, config, tensors)
     return f"mtp:{folder}"
 
 
@@ -69,6 +72,7 @@ METHODS = {
         folder, 23, draft_vocab=6, norm_before_fc=True, fc_norm=True, norm_before_residual=True
     ),
     "mtp": lambda folder: mtp(folder, 26),
+    "mtp, few tokens": lambda folder: mtp(folder, 104, draft_vocab=6),
     "gated mtp": lambda folder: gated(folder, 45),
 }
 

@@ -101,7 +101,7 @@ class MtpKernels:
 
     def __init__(self, weights: MtpHead) -> None:
         w = self._weights = weights
-        self.ids: Tensor | None = None
+        self.ids = w.ids
         self.model = Model(
             w.sizes, embedding=w.embedding, layers=[w.block], norm=w.norm, head=w.head
         )
