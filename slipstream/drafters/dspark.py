@@ -11,13 +11,12 @@ import torch
 
 from slipstream.drafters import weights
 from slipstream.drafters.dflash import DFlashDrafter
-from slipstream.drafters.lanes import Lane, choose
+from slipstream.drafters.lanes import Lane, LaneLaw, choose
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.errors import InvalidConfig
 from slipstream.models.dspark import DSpark, load_dspark
 from slipstream.models.layers import rms_norm
 from slipstream.target.target import ForwardOutput
-from slipstream.types import DraftLaw
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -40,7 +39,7 @@ class DSparkDrafter(DFlashDrafter):
         super().__init__(spark.flash, draft_len, pages=pages, page_size=page_size, name=name)
         self.spark, self._stop = spark, stop
 
-    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: DraftLaw) -> None:
+    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: LaneLaw) -> None:
         """Fill the lanes from left to right."""
         assert out.features is not None
         model = self.weights.model
@@ -64,7 +63,7 @@ class DSparkDrafter(DFlashDrafter):
             bias, fresh = self.spark.bias(tokens, own, state[going])
             state[going] = fresh
             logits = out.logits[[g * self.reach + first + i for g in going]] + bias
-            chosen = choose([lanes[g] for g in going], self.weights.over_target(logits), law)
+            chosen = choose([lanes[g] for g in going], logits, law, self._reduced)
             going = [g for g in going if lanes[g] in chosen]
 
 

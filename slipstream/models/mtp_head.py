@@ -41,6 +41,7 @@ class MtpHead:
     head: Linear
     rope: RopeTable
     gate: Linear | None = None
+    ids: Tensor | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -82,7 +83,7 @@ class MtpHead:
         )
         return rms_norm(x, self.norm)
 
-    def logits(self, states: Tensor, vocab: int) -> Tensor:
+    def logits(self, states: Tensor, vocab: int | None) -> Tensor:
         """[N, vocab]."""
         return linear(states, self.head)
 
