@@ -201,13 +201,11 @@ class _Decision:
         table = scores.cpu().numpy()
         for i, (at, params) in enumerate(zip(where, self.params(where), strict=True)):
             ids, target = few(table[i], params)
-            token = self.flat.proposed[at : at + 1]
-            draft = _draft_few(law, self.flat.owner[at], self.flat.depth[at], ids)
-            (own,) = _draft_few(law, self.flat.owner[at], self.flat.depth[at], token)
-            kept = drawn[i] * own < mass_at(token, ids, target)[0]
+            draft, token = _LawAt.of(law, self.flat, at), self.flat.proposed[at]
+            kept = drawn[i] * draft.mass(token) < target[ids == token].sum()
             self.held[at] = kept
             if not kept:
-                self.chosen[at] = pick(ids, left_over(target, draft), again[i])
+                self.chosen[at] = pick(ids, left_over(target, draft.masses(ids)), again[i])
 
     def params(self, where: IntArray) -> list[SamplingParams]:
         """Sampling params of the requests that own some positions."""
@@ -226,13 +224,27 @@ def _rows_of(table: Tensor, which: NDArray[np.bool_]) -> Tensor:
     return table if which.all() else table[torch.from_numpy(which).to(table.device)]
 
 
-def _draft_few(law: Dense | TopK, row: int, depth: int, ids: IntArray) -> FewProbs:
-    """Draft probabilities of some tokens at one position, `ids` ascending: float [ids]."""
-    if isinstance(law, Dense):
-        dense: Tensor = law.probs[row, depth]
-        found: FewProbs = dense[torch.from_numpy(ids).to(dense.device)].cpu().numpy()
-        return found
-    return mass_at(ids, law.ids[row, depth].cpu().numpy(), law.probs[row, depth].cpu().numpy())
+@dataclass(frozen=True, slots=True)
+class _LawAt:
+    """The draft law of one position on the host: probabilities of `ids`, of all tokens if None."""
+
+    ids: IntArray | None
+    probs: FewProbs
+
+    @classmethod
+    def of(cls, law: Dense | TopK, flat: _Flat, at: int) -> _LawAt:
+        where = int(flat.owner[at]), int(flat.depth[at])
+        ids = law.ids[where].cpu().numpy() if isinstance(law, TopK) else None
+        return cls(ids, law.probs[where].cpu().numpy())
+
+    def mass(self, token: int) -> float:
+        """What it gives to a token."""
+        own = self.probs[token] if self.ids is None else self.probs[self.ids == token].sum()
+        return float(own)
+
+    def masses(self, tokens: IntArray) -> FewProbs:
+        """What it gives to tokens, ids ascending."""
+        return self.probs[tokens] if self.ids is None else mass_at(tokens, self.ids, self.probs)
 
 
 def _draft_prob(law: Dense | TopK, flat: _Flat, where: IntArray, tokens: Tensor) -> Tensor:

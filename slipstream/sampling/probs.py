@@ -148,8 +148,11 @@ def truncate(scores: ScoreArray, params: SamplingParams) -> tuple[IntArray, Floa
     ids, depths, total = _candidates(scores, params)
     weights = np.exp(depths)
     if params.top_p < 1:
-        wanted = params.top_p * (float(weights.sum()) if total is None else total)
-        inside = _nucleus(depths, weights, wanted)
+        whole = float(weights.sum()) if total is None else total
+        # Tokens that hold less than half of 1 - top_p in all: the nucleus cannot need them.
+        worth = np.flatnonzero(weights >= 0.5 * (1 - params.top_p) * whole / len(weights))
+        ids, depths, weights = ids[worth], depths[worth], weights[worth]
+        inside = _nucleus(depths, weights, params.top_p * whole)
         ids, weights = ids[inside], weights[inside]
     likely = weights >= max(params.min_p, _NEGLIGIBLE)
     ids, weights = ids[likely], weights[likely]
@@ -165,15 +168,14 @@ def _candidates(
     below the cut. The total is None where it is the candidates' own.
     """
     highest, heat, vocab = scores.max(), _heat(params), len(scores)
-    above = scores >= _floor(scores, params, float(highest))
-    if params.top_p < 1 and not params.top_k and np.count_nonzero(above) > vocab // 8:
+    ids = np.flatnonzero(scores >= _floor(scores, params, float(highest)))
+    if params.top_p < 1 and not params.top_k and len(ids) > vocab // 8:
         # A nearly flat law: weigh everything in float32, then drop what holds less than 1 - top_p
         # in all, as the nucleus cannot need it.
         shallow = np.maximum((scores - highest) * np.float32(1 / heat), np.float32(_LOWEST))
         weights = np.exp(shallow)
         ids = np.flatnonzero(weights >= (1 - params.top_p) / vocab)
         return ids, shallow[ids].astype(np.float64), float(weights.sum(dtype=np.float64))
-    ids = np.flatnonzero(above)
     if params.top_k and len(ids) > params.top_k:
         ids = np.sort(ids[np.argsort(-scores[ids], kind="stable")[: params.top_k]])
     return ids, (scores[ids].astype(np.float64) - highest) / heat, None
@@ -184,8 +186,13 @@ def _nucleus(
 ) -> IntArray:
     """Indices, ascending, of the smallest set of likeliest tokens whose weight reaches `wanted`.
 
-    A histogram over log-weight finds the bin where the mass is reached; only that bin is sorted.
+    Of many, a histogram over log-weight finds the bin where the mass is reached; only that bin is
+    sorted.
     """
+    if len(depths) <= _BINS:
+        order = np.argsort(-depths, kind="stable")
+        heavy = weights[order]
+        return np.sort(order[heavy.cumsum() - heavy < wanted])
     width = max(1e-6, -float(depths.min()) / (_BINS - 1))
     bins = (depths * (-1 / width)).astype(np.int64)
     ends = np.cumsum(np.bincount(bins, weights))
