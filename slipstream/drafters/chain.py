@@ -12,16 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.drafters.lanes import Lane, choose, law_for, pack_lanes
+from slipstream.drafters.lanes import Lane, LaneLaw, Reduced, choose, law_for, pack_lanes
+from slipstream.drafters.passes import Passes
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.models.attention import Segment
 from slipstream.models.config import ModelConfig
 from slipstream.models.rope import RopeTable
 from slipstream.target.batch import Placed, lay_out, place
-from slipstream.types import Draft, DraftLaw, IntArray, OneHot, Row, Span, Verdict
+from slipstream.types import Draft, IntArray, OneHot, Row, Span, Verdict
 
 if TYPE_CHECKING:
     from slipstream.drafters.chain_device import ChainForm
@@ -72,8 +74,13 @@ class ChainWeights(Protocol):
         """
         ...
 
-    def logits(self, states: Tensor, vocab: int) -> Tensor:
-        """Of outputs, over the target's vocabulary: [N, vocab]."""
+    @property
+    def ids(self) -> Tensor | None:
+        """The target's token of each column of its own logits, None where these are the same."""
+        ...
+
+    def logits(self, states: Tensor, vocab: int | None) -> Tensor:
+        """Of outputs, over the target's vocabulary: [N, vocab]; over its own where None."""
         ...
 
     def recycled(self, states: Tensor) -> Tensor:
@@ -117,6 +124,7 @@ class ChainDrafter:
         self.needs = weights.taps
         self.weights = weights
         self._page_size, self._vocab_size, self._max_users = page_size, vocab_size, max_users
+        self._reduced = Reduced.of(weights.ids, vocab_size)
         c, embedding = weights.sizes, weights.embedding
         # Room behind the end, as in `target.target`: rows at equal strides are viewed past it.
         shape = (slots + c.max_context, 2 * c.num_kv_heads, c.head_dim)
@@ -163,23 +171,23 @@ class ChainDrafter:
             return Draft.empty(len(rows))
         made = list(lanes)
         device = self.weights.embedding.device
-        law: DraftLaw = OneHot()
+        law: LaneLaw = OneHot()
         if not self._one_hot:
             law = law_for(lanes, rows=len(rows), vocab=self._vocab_size, device=device)
         states = torch.stack([self._ready[lane.row.request_id].state for lane in lanes])
+        passes: Passes | None = None
         while True:
-            before = lanes
-            lanes = choose(before, self.weights.logits(states, self._vocab_size), law)
-            kept = [i for i, lane in enumerate(before) if lane in lanes]
-            going = [i for i in kept if len(before[i].chosen) < before[i].width]
+            alive = choose(lanes, self.weights.logits(states, None), law, self._reduced)
+            going = [i for i, lane in enumerate(lanes) if len(lane.chosen) < lane.width]
+            if len(alive) < len(lanes):
+                going = [i for i in going if lanes[i] in alive]
             if not going:
                 return pack_lanes(made, law, rows=len(rows))
-            lanes = [before[i] for i in going]
-            states = self._run(
-                [(lane.row, len(lane.row.tokens) + len(lane.chosen) - 2) for lane in lanes],
-                [lane.chosen[-1:] for lane in lanes],
-                self.weights.recycled(states[going]),
-            )
+            if passes is None or len(going) < len(lanes):
+                passes, order = self._passes([lanes[i] for i in going])
+                going = [going[i] for i in order]
+                lanes, states = [lanes[i] for i in going], states[going]
+            states = self._further(passes, lanes, states)
 
     def advance(self, rows: Sequence[Row], verdict: Verdict) -> None:
         """Nothing: what was committed was absorbed."""
@@ -212,6 +220,44 @@ class ChainDrafter:
             slots=self._max_users,
         )
 
+    def _passes(self, lanes: Sequence[Lane]) -> tuple[Passes | None, list[int]]:
+        """Passes over each lane's next position until one of them ends, and the lanes' order there.
+
+        None where a window cuts what a layer sees.
+        """
+        w = self.weights
+        at = [(lane.row.pages, _next_position(lane)) for lane in lanes]
+        count = min(lane.width - len(lane.chosen) for lane in lanes)
+        longest = max(position for _, position in at) + count
+        if any(window is not None and window < longest for window in w.sizes.windows):
+            return None, list(range(len(lanes)))
+        found = Passes(
+            at,
+            count,
+            page_size=self._page_size,
+            config=w.sizes,
+            rope=w.rope,
+            dtype=w.embedding.dtype,
+            device=w.embedding.device,
+        )
+        return found, found.order
+
+    def _further(self, passes: Passes | None, lanes: Sequence[Lane], states: Tensor) -> Tensor:
+        """The layer over each lane's next position, whose token is the one just chosen."""
+        states, tokens = self.weights.recycled(states), [lane.chosen[-1] for lane in lanes]
+        if passes is None:
+            where = [(lane.row, _next_position(lane)) for lane in lanes]
+            return self._run(where, [[token] for token in tokens], states)
+        now = passes.next()
+        return self.weights.layer(
+            torch.tensor(tokens, device=states.device),
+            states,
+            now.rope,
+            storage=self.storage,
+            slots=now.slots,
+            segments=now.segments,
+        )
+
     def _run(
         self, where: Sequence[tuple[Row, int]], tokens: Sequence[Sequence[int]], states: Tensor
     ) -> Tensor:
@@ -223,25 +269,26 @@ class ChainDrafter:
         ]
         device = states.device
         flat = lay_out(placed, w.sizes, states.dtype, device)
-        firsts = [0]
-        for own in tokens:
-            firsts.append(firsts[-1] + len(own))
-        source = torch.tensor(
-            [firsts[p.order] + j for p in flat.rows for j in range(p.length)], device=device
-        )
-        ids = torch.tensor([t for own in tokens for t in own], device=device)
+        ids = torch.tensor([t for p in flat.rows for t in tokens[p.order]], device=device)
         at = torch.from_numpy(flat.positions).to(device)
+        back = np.concatenate(flat.order)
+        moved = bool((back[1:] < back[:-1]).any())
+        if moved:
+            states = states[torch.from_numpy(np.argsort(back)).to(device)]
         found = w.layer(
-            ids[source],
-            states[source],
+            ids,
+            states,
             w.rope.rows(at, int(flat.positions.max())),
             storage=self.storage,
             slots=flat.slots,
             segments=[flat.plans[i] for i in flat.plan_of],
         )
-        back = torch.empty_like(found)
-        back[source] = found
-        return back
+        return found[torch.from_numpy(back).to(device)] if moved else found
+
+
+def _next_position(lane: Lane) -> int:
+    """Where the last token chosen is the one after: the next pass's position."""
+    return len(lane.row.tokens) + len(lane.chosen) - 2
 
 
 def chain(weights: ChainWeights, spec: DrafterSpec, context: DrafterContext) -> ChainDrafter:

@@ -15,13 +15,13 @@ import torch
 
 from slipstream.drafters import weights
 from slipstream.drafters.base import DeviceForm
-from slipstream.drafters.lanes import Lane, choose, law_for, pack_lanes
+from slipstream.drafters.lanes import Lane, LaneLaw, Reduced, choose, law_for, pack_lanes
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.errors import InvalidConfig
 from slipstream.models.dflash import DFlash, load_dflash
 from slipstream.models.loading import LoadedModel
 from slipstream.target.target import ForwardOutput, ForwardRow, Target
-from slipstream.types import Draft, DraftLaw, IntArray, OneHot, Row, Span, Verdict
+from slipstream.types import Draft, IntArray, OneHot, Row, Span, Verdict
 
 
 class DFlashDrafter:
@@ -40,6 +40,7 @@ class DFlashDrafter:
         self.reach = weights.config.block_size
         self.weights = weights
         self.one_hot = False
+        self._reduced = Reduced.of(weights.ids, weights.config.model.vocab_size)
         self._page_size = page_size
         loaded = LoadedModel(weights.model, None, name, Path(), "")
         # The output of the last draft layer is for heads of descendants.
@@ -87,7 +88,7 @@ class DFlashDrafter:
         self._choose(lanes, out, law)
         return pack_lanes(lanes, law, rows=len(rows))
 
-    def _law(self, lanes: Sequence[Lane], out: ForwardOutput, rows: int) -> DraftLaw:
+    def _law(self, lanes: Sequence[Lane], out: ForwardOutput, rows: int) -> LaneLaw:
         """The law of a batch of `rows` rows, to be filled by `_choose`."""
         if self.one_hot:
             return OneHot()
@@ -118,13 +119,13 @@ class DFlashDrafter:
             ]
         )
 
-    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: DraftLaw) -> None:
+    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: LaneLaw) -> None:
         """Fill the lanes: draft token i is what mask row i + 1 says about its own position."""
         going = [(lane, i * self.reach + 1) for i, lane in enumerate(lanes)]
         for i in range(max(lane.width for lane in lanes)):
             going = [(lane, at) for lane, at in going if lane.width > i]
-            logits = self.weights.over_target(out.logits[[at + i for _, at in going]])
-            alive = choose([lane for lane, _ in going], logits, law)
+            logits = out.logits[[at + i for _, at in going]]
+            alive = choose([lane for lane, _ in going], logits, law, self._reduced)
             going = [(lane, at) for lane, at in going if lane in alive]
             if not going:
                 break

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.drafters import weights
 from slipstream.drafters.base import DeviceForm
 from slipstream.drafters.dflash import DFlashDrafter
-from slipstream.drafters.lanes import Lane, draws
+from slipstream.drafters.lanes import Lane, LaneLaw, draws
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.errors import InvalidConfig
 from slipstream.models.dflash2 import DFlash2, load_dflash2
@@ -23,7 +23,7 @@ from slipstream.models.layers import rms_norm
 from slipstream.sampling.accept import invert_cdf
 from slipstream.sampling.probs import process_logits
 from slipstream.target.target import ForwardOutput
-from slipstream.types import DraftLaw, OneHot, TopK
+from slipstream.types import OneHot, TopK
 
 _COLDEST = 1e-30
 
@@ -42,7 +42,7 @@ class DFlash2Drafter(DFlashDrafter):
         super().__init__(flash2.flash, draft_len, pages=pages, page_size=page_size, name=name)
         self.flash2 = flash2
 
-    def _law(self, lanes: Sequence[Lane], out: ForwardOutput, rows: int) -> DraftLaw:
+    def _law(self, lanes: Sequence[Lane], out: ForwardOutput, rows: int) -> LaneLaw:
         if self.one_hot or all(lane.row.params.greedy for lane in lanes):
             return OneHot()
         width = max(lane.width for lane in lanes)
@@ -52,7 +52,7 @@ class DFlash2Drafter(DFlashDrafter):
             torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, device=device)
         )
 
-    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: DraftLaw) -> None:
+    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: LaneLaw) -> None:
         """Fill the lanes from left to right; a lane without a finite score ends."""
         assert out.features is not None
         hidden = rms_norm(out.features[:, 0].contiguous(), self.weights.model.norm)
@@ -65,7 +65,7 @@ class DFlash2Drafter(DFlashDrafter):
             if not going:
                 return
 
-    def _step(self, lanes: list[Lane], logits: Tensor, hidden: Tensor, law: DraftLaw) -> list[bool]:
+    def _step(self, lanes: list[Lane], logits: Tensor, hidden: Tensor, law: LaneLaw) -> list[bool]:
         """Append one token to each lane that has a finite score; which those are."""
         scores, ids = self._scores(lanes, logits, hidden)
         peaks, picks = scores.max(-1)
@@ -83,12 +83,16 @@ class DFlash2Drafter(DFlashDrafter):
 
         `logits` [lanes, rows] of the head, `hidden` [lanes, hidden] normed.
         """
-        unary = process_logits(
-            self.weights.over_target(self.flash2.config.scaled(logits)),
-            [lane.row.sampler for lane in lanes],
-            [lane.chosen for lane in lanes],
-        )
+        unary, columns = self.flash2.config.scaled(logits), self.weights.ids
+        if not all(lane.row.sampler.plain for lane in lanes):
+            samplers, chosen = (
+                [lane.row.sampler for lane in lanes],
+                [lane.chosen for lane in lanes],
+            )
+            unary = process_logits(self.weights.over_target(unary), samplers, chosen)
+            columns = None
         scores, ids = unary.topk(self.flash2.config.top_k, -1)
+        ids = ids if columns is None else columns[ids]
         before = [(lane.chosen or lane.row.tokens)[-1] for lane in lanes]
         bonds = self.flash2.bonds(torch.tensor(before, device=ids.device), hidden, ids)
         return scores + bonds, ids

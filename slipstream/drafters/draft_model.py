@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.cache.pages import PageTable
-from slipstream.drafters.lanes import Lane, choose, law_for, pack_lanes
+from slipstream.drafters.lanes import Lane, LaneLaw, choose, law_for, pack_lanes
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.errors import ModelError
 from slipstream.models.loading import LoadedModel, load
 from slipstream.target.target import ForwardRow, Target
-from slipstream.types import Dense, Draft, IntArray, OneHot, Row, Verdict
+from slipstream.types import Draft, IntArray, Row, Verdict
 
 CATCH_UP_TOKENS = 512
 """Most tokens of the catch-up forward, all rows together. A long prompt is taken in over several
@@ -68,8 +68,8 @@ class DraftModelDrafter:
 
     Greedy rows draft the argmax of the processed logits; others are sampled from the same
     `logits -> probs` path as the target's, with the row's own params. The law is `OneHot` where
-    every drafting row is greedy, else `Dense`. A row drafts nothing where its context or the page
-    pool is exhausted, or where the draft model's logits are not finite.
+    every drafting row is greedy, else as `lanes.law_for` says. A row drafts nothing where its
+    context or the page pool is exhausted, or where the draft model's logits are not finite.
     """
 
     needs: tuple[int, ...] = ()
@@ -158,7 +158,7 @@ class DraftModelDrafter:
                 lane.memory.table.publish(lane.row.tokens, lane.memory.agreed)
         return ready, logits
 
-    def _extend(self, lanes: list[_Lane], logits: Tensor, *, rows: int) -> OneHot | Dense:
+    def _extend(self, lanes: list[_Lane], logits: Tensor, *, rows: int) -> LaneLaw:
         """Choose a token for each lane, feed it, and go on while lanes want more."""
         law = law_for(lanes, rows=rows, vocab=self._vocab_size, device=logits.device)
         while lanes:

@@ -13,13 +13,12 @@ from torch import Tensor
 from slipstream.drafters import weights
 from slipstream.drafters.base import DeviceForm
 from slipstream.drafters.dflash import DFlashDrafter
-from slipstream.drafters.lanes import Lane, choose
+from slipstream.drafters.lanes import Lane, LaneLaw, choose
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.errors import InvalidConfig
 from slipstream.models.dspark import DSpark, load_dspark
 from slipstream.models.layers import rms_norm
 from slipstream.target.target import ForwardOutput
-from slipstream.types import DraftLaw
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -43,7 +42,7 @@ class DSparkDrafter(DFlashDrafter):
         self.spark, self._stop = spark, stop
         self._first = int(not spark.config.from_anchor)
 
-    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: DraftLaw) -> None:
+    def _choose(self, lanes: list[Lane], out: ForwardOutput, law: LaneLaw) -> None:
         """Fill the lanes from left to right."""
         assert out.features is not None
         model = self.weights.model
@@ -69,7 +68,7 @@ class DSparkDrafter(DFlashDrafter):
             bias, fresh = self.spark.bias(tokens, own, state[going])
             state[going] = fresh
             logits = out.logits[[g * self.reach + first + i for g in going]] + bias
-            chosen = choose([lanes[g] for g in going], self.weights.over_target(logits), law)
+            chosen = choose([lanes[g] for g in going], logits, law, self._reduced)
             going = [g for g in going if lanes[g] in chosen]
 
     def on_device(self) -> DeviceForm:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.sampling.accept import accepts, invert_cdf, residual
-from slipstream.sampling.probs import argmax, draw, process_logits, shape_probs
+from slipstream.sampling.few import FewProbs, few, left_over, mass_at, pick
+from slipstream.sampling.probs import argmax, draw, is_open, process_logits, shape_probs
 from slipstream.sampling.uniforms import Purpose, Uniforms
 from slipstream.types import (
     Dense,
@@ -51,7 +52,9 @@ class Verifier:
         if len(logits) != len(flat.owner):
             raise ValueError(f"{len(logits)} rows of logits for {len(flat.owner)} positions")
         with torch.inference_mode():
-            raw = logits.detach().float()
+            raw = logits.detach()
+            if raw.dtype != torch.bfloat16:
+                raw = raw.float()
             decision = _Decision(rows, draft, flat, raw, uniforms)
             accepted = decision.run()
             following = decision.chosen[flat.starts + accepted]
@@ -160,7 +163,7 @@ class _Decision:
         """Tokens from the target's own law; a draft token holds if it is that token."""
         if not which.any():
             return
-        where, scores = where[which], _rows_of(scores, which)
+        where, scores = where[which], _rows_of(scores, which).float()
         tokens = draw(scores, self.params(where), self.uniform(where, Purpose.NEXT))
         self.chosen[where] = tokens
         self.held[where] = tokens == self.flat.proposed[where]
@@ -171,8 +174,14 @@ class _Decision:
         """Accept the draft token by the rule of its law, or draw the recovered token."""
         if not which.any():
             return
-        where = where[which]
-        target_probs = shape_probs(_rows_of(scores, which), self.params(where))
+        scores, where = _rows_of(scores, which).float(), where[which]
+        wide = np.array([is_open(one) for one in self.params(where)], np.bool_)
+        if not wide.all():
+            self.speculate_few(law, where[~wide], _rows_of(scores, ~wide))
+            scores, where = _rows_of(scores, wide), where[wide]
+        if not len(where):
+            return
+        target_probs = shape_probs(scores, self.params(where))
         tokens = torch.from_numpy(self.flat.proposed[where]).to(target_probs.device)
         target = target_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
         draft = _draft_prob(law, self.flat, where, tokens)
@@ -185,6 +194,18 @@ class _Decision:
             left = residual(_draft_probs(law, self.flat, fell, left), left)
             drawn = torch.from_numpy(self.uniform(fell, Purpose.NEXT))
             self.chosen[fell] = invert_cdf(left, drawn).cpu().numpy()
+
+    def speculate_few(self, law: Dense | TopK, where: IntArray, scores: Tensor) -> None:
+        """The same for rows whose own law is of few tokens: no row is written out."""
+        drawn, again = self.uniform(where, Purpose.ACCEPT), self.uniform(where, Purpose.NEXT)
+        table = scores.cpu().numpy()
+        for i, (at, params) in enumerate(zip(where, self.params(where), strict=True)):
+            ids, target = few(table[i], params)
+            draft, token = _LawAt.of(law, self.flat, at), self.flat.proposed[at]
+            kept = drawn[i] * draft.mass(token) < target[ids == token].sum()
+            self.held[at] = kept
+            if not kept:
+                self.chosen[at] = pick(ids, left_over(target, draft.masses(ids)), again[i])
 
     def params(self, where: IntArray) -> list[SamplingParams]:
         """Sampling params of the requests that own some positions."""
@@ -203,14 +224,37 @@ def _rows_of(table: Tensor, which: NDArray[np.bool_]) -> Tensor:
     return table if which.all() else table[torch.from_numpy(which).to(table.device)]
 
 
+@dataclass(frozen=True, slots=True)
+class _LawAt:
+    """The draft law of one position on the host: probabilities of `ids`, of all tokens if None."""
+
+    ids: IntArray | None
+    probs: FewProbs
+
+    @classmethod
+    def of(cls, law: Dense | TopK, flat: _Flat, at: int) -> _LawAt:
+        where = int(flat.owner[at]), int(flat.depth[at])
+        ids = law.ids[where].cpu().numpy() if isinstance(law, TopK) else None
+        return cls(ids, law.probs[where].cpu().numpy())
+
+    def mass(self, token: int) -> float:
+        """What it gives to a token."""
+        own = self.probs[token] if self.ids is None else self.probs[self.ids == token].sum()
+        return float(own)
+
+    def masses(self, tokens: IntArray) -> FewProbs:
+        """What it gives to tokens, ids ascending."""
+        return self.probs[tokens] if self.ids is None else mass_at(tokens, self.ids, self.probs)
+
+
 def _draft_prob(law: Dense | TopK, flat: _Flat, where: IntArray, tokens: Tensor) -> Tensor:
     """Draft probability of the drafted tokens, float [n]."""
     at = torch.from_numpy(flat.owner[where]), torch.from_numpy(flat.depth[where])
     if isinstance(law, Dense):
         dense: Tensor = law.probs[(*at, tokens)]
         return dense
-    hits: Tensor = law.ids[at] == tokens.unsqueeze(-1)
-    kept: Tensor = law.probs[at]
+    hits: Tensor = law.ids[at].to(tokens.device) == tokens.unsqueeze(-1)
+    kept: Tensor = law.probs[at].to(tokens.device)
     return (kept * hits).sum(-1)
 
 
@@ -220,7 +264,7 @@ def _draft_probs(law: Dense | TopK, flat: _Flat, where: IntArray, like: Tensor) 
     kept: Tensor = law.probs[at].to(like)
     if isinstance(law, Dense):
         return kept
-    return torch.zeros_like(like).scatter_add_(-1, law.ids[at], kept)
+    return torch.zeros_like(like).scatter_add_(-1, law.ids[at].to(like.device), kept)
 
 
 def _errors(
@@ -278,8 +322,8 @@ def _logprobs(
 
 
 def _token_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[TokenLogprobs, ...]:
-    """`logits`: float32 [n, vocab], `tokens`: int64 [n]; `count` alternatives each."""
-    logs = torch.log_softmax(logits, -1)
+    """`logits`: float [n, vocab], `tokens`: int64 [n]; `count` alternatives each."""
+    logs = torch.log_softmax(logits.float(), -1)
     chosen = logs.gather(-1, tokens.unsqueeze(-1))
     ranks = (logs > chosen).sum(-1) + 1
     top, ids = logs.topk(min(count, logs.shape[-1]), -1)

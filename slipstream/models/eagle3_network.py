@@ -156,8 +156,11 @@ class Eagle3:
             )
         return x
 
-    def logits(self, states: Tensor, vocab: int) -> Tensor:
-        """Over the target's vocabulary [N, vocab]; tokens the drafter has no row for are -inf."""
+    def logits(self, states: Tensor, vocab: int | None) -> Tensor:
+        """Over the target's vocabulary [N, vocab]; tokens the drafter has no row for are -inf.
+
+        Over its own where `vocab` is None: [N, draft_vocab].
+        """
         return widened(linear(rms_norm(states, self.norm), self.head), self.ids, vocab)
 
     def recycled(self, states: Tensor) -> Tensor:

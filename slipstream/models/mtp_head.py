@@ -89,8 +89,8 @@ class MtpHead:
         )
         return rms_norm(x, self.norm)
 
-    def logits(self, states: Tensor, vocab: int) -> Tensor:
-        """[N, vocab]; tokens that a reduced head has no row for are -inf."""
+    def logits(self, states: Tensor, vocab: int | None) -> Tensor:
+        """[N, vocab]; tokens that a reduced head has no row for are -inf. None: [N, rows] of it."""
         return widened(linear(states, self.head), self.ids, vocab)
 
     def recycled(self, states: Tensor) -> Tensor:

@@ -16,12 +16,13 @@ def target_ids(d2t: Tensor) -> Tensor:
     return d2t.long() + torch.arange(len(d2t), device=d2t.device)
 
 
-def widened(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
+def widened(logits: Tensor, ids: Tensor | None, vocab: int | None) -> Tensor:
     """Logits of a reduced vocabulary over the target's, [N, vocab]; -inf where there is no row.
 
-    `ids` int64: the target's token of each column, None where they are the target's own.
+    `ids` int64: the target's token of each column, None where they are the target's own. `vocab`
+    None: as they are.
     """
-    if ids is None:
+    if ids is None or vocab is None:
         return logits
     whole = logits.new_full((len(logits), vocab), float("-inf"))
     return whole.index_copy_(1, ids, logits)

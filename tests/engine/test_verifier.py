@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from slipstream.engine.verifier import Verifier
+from slipstream.sampling.accept import accepts, invert_cdf, residual
 from slipstream.sampling.probs import to_probs
-from slipstream.sampling.uniforms import Uniforms
+from slipstream.sampling.uniforms import Purpose, Uniforms
 from slipstream.sampling.vocabulary import Vocabulary
 from slipstream.types import Dense, SamplingParams, TopK
 from tests.sampling.rows import ToyRow, draft_of, generate, hashed, logits_for, step
@@ -255,3 +256,58 @@ def test_a_count_of_logits_that_does_not_fit_the_draft_is_refused():
 def test_an_empty_batch_is_an_empty_verdict():
     verdict = Verifier().verify([], draft_of([]), torch.zeros(0, VOCAB), Uniforms())
     assert verdict.accepted.tolist() == verdict.next_tokens.tolist() == []
+
+
+@pytest.mark.parametrize("kind", ["dense", "top_k"])
+def test_a_law_of_few_tokens_decides_as_whole_rows_would(kind):
+    """Position by position: the same acceptance and the same recovered token, by the rule's own
+    functions over the whole vocabulary."""
+    cold = SamplingParams(temperature=0.4, top_p=0.9)
+    mixed = [
+        SAMPLED,
+        cold,
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1, min_p=0.2),
+    ]
+    fell = 0
+    for seed in range(150):
+        rows = [row(one, seed=4 * seed + i) for i, one in enumerate(mixed)]
+        draft = _lawful([[(seed + i) % VOCAB] for i in range(4)], kind, seed=seed)
+        logits = logits_for(rows, draft, TARGET)
+        verdict = Verifier().verify(rows, draft, logits, Uniforms())
+        target = to_probs(logits[::2], [r.sampler for r in rows], [[]] * 4).double()
+        law = draft.law.probs[:, 0]
+        if kind == "top_k":
+            law = torch.zeros_like(target).scatter_add_(-1, draft.law.ids[:, 0], law)
+        tokens = torch.from_numpy(draft.tokens[:, 0])
+        seeds, at = np.array([r.seed for r in rows]), np.array([len(r.tokens) for r in rows])
+        drawn, again = (
+            torch.from_numpy(Uniforms()(seeds, at, purpose))
+            for purpose in (Purpose.ACCEPT, Purpose.NEXT)
+        )
+        own = [p.gather(-1, tokens[:, None])[:, 0] for p in (law, target)]
+        kept = accepts(own[0], own[1], drawn)
+        recovered = invert_cdf(residual(law, target), again)
+        assert verdict.accepted.tolist() == kept.long().tolist()
+        assert verdict.next_tokens[~kept.numpy()].tolist() == recovered[~kept].tolist()
+        fell += int((~kept).sum())
+    assert 100 < fell < 500
+
+
+@pytest.mark.parametrize("kind", ["one_hot", "top_k"])
+def test_bfloat16_logits_are_decided_as_their_floats(kind):
+    mixed = [
+        SAMPLED,
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        replace(SAMPLED, logprobs=2),
+    ]
+    rows = [row(one, seed=i) for i, one in enumerate(mixed)]
+    draft = _lawful([[i, 2, 3] for i in range(4)], kind)
+    logits = logits_for(rows, draft, TARGET).bfloat16()
+    found, expected = (
+        Verifier().verify(rows, draft, x, Uniforms()) for x in (logits, logits.float())
+    )
+    assert found.accepted.tolist() == expected.accepted.tolist()
+    assert found.next_tokens.tolist() == expected.next_tokens.tolist()
+    assert found.logprobs == expected.logprobs

@@ -1,5 +1,6 @@
 """The logits -> probs path against a plain float64 reference that sorts everything."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.sampling.accept import invert_cdf
-from slipstream.sampling.probs import argmax, draw, shape_probs, to_probs
+from slipstream.sampling.few import few, left_over, mass_at, pick
+from slipstream.sampling.probs import argmax, draw, is_open, shape_probs, to_probs
 from slipstream.sampling.state import RowSampler
 from slipstream.sampling.vocabulary import Vocabulary
 from slipstream.types import SamplingParams
@@ -182,3 +184,60 @@ def test_to_probs_reads_bf16_and_leaves_logits_alone() -> None:
     shifted[:, 3] += 5.0
     torch.testing.assert_close(got, torch.softmax(shifted, -1))
     assert to_probs(logits.bfloat16(), [sampler] * 2, [[], [4]]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["mixed", "negative", "zeros", "flat"])
+def test_argmax_of_bfloat16_is_that_of_its_floats(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    scores = torch.from_numpy(rng.normal(size=(40, 300)).astype(np.float32)).bfloat16()
+    if kind == "negative":
+        scores = -scores.abs() - 1
+    elif kind == "zeros":
+        scores = -(scores.abs() * (scores > 0))  # zeros of either sign at the top
+    elif kind == "flat":
+        scores = scores.round()
+    scores[3, 7], scores[4, :] = float("-inf"), float("-inf")
+    tokens, peaks = argmax(scores)
+    expected, tops = argmax(scores.float())
+    assert tokens.tolist() == expected.tolist()
+    assert peaks.tolist() == tops.tolist()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_argmax_of_bfloat16_says_where_a_nan_or_infinity_is(sign: int) -> None:
+    scores = torch.ones(4, 50, dtype=torch.bfloat16)
+    scores.view(torch.int16)[1, 9] = 0x7FC0 if sign > 0 else -0x40  # quiet NaNs
+    scores[2, 9] = math.inf
+    assert scores[1, 9].isnan()
+    assert np.isfinite(argmax(scores)[1]).tolist() == [True, False, False, True]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([p for p in MANY if not is_open(p)]))
+def test_a_law_of_few_tokens_is_the_same_law(seed: int, params: SamplingParams) -> None:
+    scores = _scores(seed, 2, 700)
+    scores[1] = scores[1].round()  # ties
+    whole = shape_probs(scores, [params, params])
+    for row in range(2):
+        ids, probs = few(scores[row].numpy(), params)
+        assert probs.dtype == np.float32
+        assert ids.tolist() == whole[row].nonzero().flatten().tolist()
+        assert probs.tolist() == whole[row, ids].tolist()
+        for uniform in (0.0, 0.25, 0.7):
+            (dense,) = invert_cdf(
+                whole[row : row + 1], torch.tensor([uniform], dtype=torch.float64)
+            ).tolist()
+            assert pick(ids, probs, uniform) == dense
+        assert whole[row, pick(ids, probs, 1 - 2.0**-53)] > 0
+
+
+def test_mass_at_adds_what_repeats_and_knows_nothing_else() -> None:
+    ids, others = np.array([2, 5, 9]), np.array([9, 0, 5, 0, 9, 11])
+    found = mass_at(ids, others, np.array([0.25, 0.1, 0.5, 0.0, 0.125, 0.025]))
+    assert found.tolist() == [0.0, 0.5, 0.375]
+
+
+def test_nothing_left_over_is_the_target_itself() -> None:
+    target = np.array([0.25, 0.75])
+    assert left_over(target, np.array([0.5, 0.25])).tolist() == [0.0, 0.5]
+    assert left_over(target, target).tolist() == target.tolist()
