@@ -4,14 +4,14 @@
 #     bench/train_shipped.sh [FOLDER]
 #
 # Wants one GPU of 80 GB or more; on one NVIDIA H200 it takes 35 minutes. Two rounds, as they were
-# made: the second has three times the texts, and larger networks that begin as the first round's.
+# made: the second has three times the texts, and larger networks that begin as the first round's. It
+# made EAGLE-3 larger and no better, so the first round's ships.
 # Processes that share a GPU do twice as much under NVIDIA's MPS: `nvidia-cuda-mps-control -d` first
 # (docs/log.md). Whatever was stopped goes on where it was.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 FOLDER=${1:-runs/shipped}
 PYTHON=${PYTHON:-python3}
-METHODS="mtp eagle3 dflash dflash2 dspark"
 mkdir -p "$FOLDER"
 
 texts() { # minutes, seeds...
@@ -31,10 +31,11 @@ train() { # round, minutes, method, more...
     --minutes "$minutes" --batch 32 --lr 3e-3 --optimizer muon "$@" > "$out.log" 2>&1 &
 }
 
-export_all() { # round, folder
-  local method
-  for method in $METHODS; do
-    "$PYTHON" -m slipstream export "$method:$FOLDER/$1/$method" --compact --out "$2/$method"
+export_all() { # round, folder, methods...
+  local round=$1 folder=$2 method
+  shift 2
+  for method in "$@"; do
+    "$PYTHON" -m slipstream export "$method:$FOLDER/$round/$method" --compact --out "$folder/$method"
   done
 }
 
@@ -47,20 +48,21 @@ first() {
   train first 13.2 dflash2 $block --rank 16
   train first 13.2 dspark $block --rank 16
   wait
-  export_all first "$FOLDER/small"
+  export_all first "$FOLDER/small" mtp eagle3 dflash dflash2 dspark
 }
 
 second() {
-  local small="$FOLDER/small" chain="--anchors 48 --inner 1152 --draft-vocab 8192"
+  local small="$FOLDER/small"
   local block="--draft-len 7 --anchors 32 --draft-vocab 12288"
   texts 3.8 21 22 23 24 25 26 27
-  train second 11 mtp --from "$small/mtp" --draft-len 3 $chain
-  train second 11 eagle3 --from "$small/eagle3" --draft-len 4 $chain
+  train second 11 mtp --from "$small/mtp" --draft-len 3 --anchors 48 --inner 1152 \
+    --draft-vocab 8192
   train second 11 dflash --from "$small/dflash" $block --layers 3 --inner 432
   train second 11 dflash2 --from "$small/dflash2" $block --layers 2 --inner 480 --rank 16
   train second 11 dspark --from "$small/dspark" $block --layers 2 --inner 576 --rank 16
   wait
-  export_all second slipstream/shipped/smollm2-135m
+  export_all second slipstream/shipped/smollm2-135m mtp dflash dflash2 dspark
+  export_all first slipstream/shipped/smollm2-135m eagle3
 }
 
 mkdir -p "$FOLDER/first" "$FOLDER/second"

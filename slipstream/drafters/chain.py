@@ -223,13 +223,15 @@ class ChainDrafter:
     def _passes(self, lanes: Sequence[Lane]) -> tuple[Passes | None, list[int]]:
         """Passes over each lane's next position until one of them ends, and the lanes' order there.
 
-        None where a window cuts what a layer sees.
+        None where a window cuts what a layer sees, and on an accelerator, whose attention kernels
+        want masks that begin at multiples of 16 bytes: a later pass's mask is part of the last's.
         """
         w = self.weights
         at = [(lane.row.pages, _next_position(lane)) for lane in lanes]
         count = min(lane.width - len(lane.chosen) for lane in lanes)
         longest = max(position for _, position in at) + count
-        if any(window is not None and window < longest for window in w.sizes.windows):
+        cut = any(window is not None and window < longest for window in w.sizes.windows)
+        if cut or w.embedding.device.type != "cpu":
             return None, list(range(len(lanes)))
         found = Passes(
             at,

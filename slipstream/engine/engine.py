@@ -104,6 +104,7 @@ class Engine:
         self._fresh_seeds = np.random.SeedSequence()
         self.steps = 0
         self.fast: FastPath | None = None
+        self.drafts_beside_prompts = True
         self.scheduler = Scheduler(
             target.pool,
             max_users=max_users,
@@ -200,7 +201,10 @@ class Engine:
         if not batch.decoding and not batch.chunks:
             return outputs
         clock.lap(None)
-        plan = self._reserve(batch, self.controller.plan(batch.decoding))
+        plan = self.controller.plan(batch.decoding)
+        if batch.chunks and not self.drafts_beside_prompts:
+            plan[:] = 0
+        plan = self._reserve(batch, plan)
         draft = self.drafter.draft(batch.decoding, plan).padded(len(batch.rows))
         clock.lap("draft")
         scores = self._verify(batch, draft)

@@ -33,6 +33,8 @@ def attach(
         if warm:
             lane.warm_up()
         engine.fast = FastPath(engine, lane)
+        # Beside a prompt the host would draft from features, slower than the device takes a step.
+        engine.drafts_beside_prompts = form is None or not drafter.needs
 
 
 class FastPath:

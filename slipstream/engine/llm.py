@@ -30,6 +30,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MAX_USERS = 256
 PAGE_SIZE = 16
 DEVICE_PAGE_SIZE = 64  # what an attention program reads at once on an accelerator
+_PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 _GPU_RESERVE = 2**31  # for activations, graphs and libraries
 SCORE_POSITIONS = 128  # logits held at once while scoring: 128 x 49,152 floats are 25 MB
 
@@ -43,7 +44,8 @@ class LLM:
     `kv_tokens`: positions the paged cache holds, all users together (default: what the users can
     need, within half of the free memory). `dtype`: bfloat16 (default) or float32; a `LoadedModel`
     brings its own, and its device. `device`: cpu, cuda or cuda:N (default: cuda where there is
-    one). `threads`: torch threads (default: torch's choice).
+    one). `prefill_chunk`: prompt tokens of a step (default: 512, 2,048 on a GPU). `threads`: torch
+    threads (default: torch's choice).
     """
 
     def __init__(
@@ -56,14 +58,14 @@ class LLM:
         max_users: int = 16,
         kv_tokens: int | None = None,
         prefix_cache: bool = True,
-        prefill_chunk: int = 512,
+        prefill_chunk: int | None = None,
         threads: int | None = None,
     ) -> None:
         if not 1 <= max_users <= MAX_USERS:
             raise InvalidConfig(f"max_users is {max_users}; allowed: 1 to {MAX_USERS}.")
         if kv_tokens is not None and kv_tokens < 1:
             raise InvalidConfig(f"kv_tokens is {kv_tokens}; allowed: 1 or more.")
-        if prefill_chunk < 1:
+        if prefill_chunk is not None and prefill_chunk < 1:
             raise InvalidConfig(f"prefill_chunk is {prefill_chunk}; allowed: 1 or more.")
         if threads is not None:
             if threads < 1:
@@ -74,7 +76,7 @@ class LLM:
             "max_users": max_users,
             "kv_tokens": kv_tokens,
             "prefix_cache": prefix_cache,
-            "prefill_chunk": prefill_chunk,
+            "prefill_chunk": prefill_chunk or _PREFILL_CHUNK[self.loaded.model.device.type],
         }
         self.tokenizer = self.loaded.tokenizer
         self._inboxes: dict[int, deque[StepOutput]] = {}

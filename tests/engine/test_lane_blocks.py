@@ -88,6 +88,8 @@ def arms(drafter, users=2, loaded=LOADED, **kwargs):
     fast.engine.target.kernels = True
     attach(fast.engine, max_users=users)
     assert fast.engine.fast is not None
+    assert not fast.engine.drafts_beside_prompts
+    fast.engine.drafts_beside_prompts = True  # every draft of the host's can be compared then
     return plain, host, fast
 
 
@@ -157,6 +159,19 @@ def test_draining_reused_slots_and_prefixes_change_no_draft(method, tmp_path):
         # An answer's own pages are taken over as well as prompts.
         prompts = [[*p, *c.token_ids, 3] for p, c in zip(prompts, found, strict=True)]
     assert sum(c.cached_tokens for c in found) > 60
+    assert accepted(found) > 2
+
+
+def test_nothing_is_drafted_beside_a_prompt(tmp_path):
+    """There the host would draft; the features of all rows are taken in all the same."""
+    plain, _, fast = arms(spec("dflash", tmp_path))
+    fast.engine.drafts_beside_prompts = False
+    each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (14, 5, 9, 9)]
+    found = fast.generate(PROMPTS, each)
+    assert ids(found) == ids(plain.generate(PROMPTS, each))
+    mixed = [r for c in found for r in c.records if r.prefill_tokens and not r.prefill]
+    assert mixed
+    assert not any(r.drafted for r in mixed)
     assert accepted(found) > 2
 
 

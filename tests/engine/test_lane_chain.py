@@ -96,6 +96,8 @@ def trio(spec, **kwargs):
     fast.engine.target.kernels = True
     attach(fast.engine, max_users=kwargs["max_users"])
     assert fast.engine.fast is not None
+    assert not fast.engine.drafts_beside_prompts
+    fast.engine.drafts_beside_prompts = True  # every draft of the host's can be compared then
     return plain, host, fast
 
 
