@@ -37,8 +37,9 @@ def now() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """CPU model, cores this process may use, memory in GiB, operating system."""
+    """CPU model, cores this process may use, memory in GiB, operating system, and NVIDIA GPUs."""
     return {
+        "gpu": _gpus(),
         "cpu": _cpu_model(),
         "cores": _cores(),
         "memory_gib": _memory_gib(),
@@ -48,7 +49,8 @@ def machine() -> dict[str, Any]:
 
 def machine_key(found: dict[str, Any]) -> str:
     """What must agree before two sessions may write into one run."""
-    return f"{found['cpu']} / {found['cores']} cores / {found['system']}"
+    gpu = f"{found['gpu']} / " if found.get("gpu") else ""
+    return f"{gpu}{found['cpu']} / {found['cores']} cores / {found['system']}"
 
 
 def versions() -> dict[str, str | None]:
@@ -86,6 +88,21 @@ def _git(*args: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):  # no git here: provenance says None
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _gpus() -> str | None:
+    """Names of the GPUs, None without any."""
+    try:
+        done = subprocess.run(
+            ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ", ".join(line.strip() for line in done.stdout.splitlines() if line.strip()) or None
 
 
 def _cpu_model() -> str:

@@ -130,15 +130,16 @@ class DFlash2Drafter(DFlashDrafter):
 
     def _walk(self, anchors: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, None]:
         """A `drafters.dflash_device.Walk`: every lane at once, the best candidate each time."""
+        from slipstream.models.cuda.layers import product
+        from slipstream.models.cuda.walks import select
+
         unary, ids = self.flash2.config.scaled(logits).topk(self.flash2.config.top_k, -1)
         if self.weights.ids is not None:
             ids = self.weights.ids[ids]
-        chosen = [anchors]
-        for i in range(logits.shape[1]):
-            own = ids[:, i]
-            scores = unary[:, i] + self.flash2.bonds(chosen[-1], hidden[:, i], own)
-            chosen.append(own.gather(-1, scores.argmax(-1, keepdim=True))[:, 0])
-        return torch.stack(chosen[1:], 1), None
+        projection = self.flash2.projection
+        projected = product(hidden.flatten(0, 1), projection.weight, projection.bias)
+        before, after = self.flash2.before, self.flash2.after
+        return select(anchors, unary, ids, projected=projected, before=before, after=after), None
 
 
 def create(spec: DrafterSpec, context: DrafterContext) -> DFlash2Drafter:

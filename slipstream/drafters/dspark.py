@@ -88,7 +88,12 @@ class DSparkDrafter(DFlashDrafter):
         self, anchors: Tensor, hidden: Tensor, logits: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """A `drafters.dflash_device.Walk`: every lane to its end; `stop` says what is offered."""
-        ids = self.weights.ids
+        spark, ids = self.spark, self.weights.ids
+        if spark.config.markov == "vanilla" and not self._stop:
+            from slipstream.models.cuda.walks import markov
+
+            second = spark.second.weight
+            return markov(anchors, logits, first=spark.first, second=second, ids=ids), None
         before, chosen = anchors, []
         state = hidden.new_zeros(len(anchors), self.spark.config.rank)
         alive = torch.ones(len(anchors), device=hidden.device)

@@ -76,3 +76,20 @@ def test_watching_with_and_without_a_terminal(terminal: bool) -> None:
             "2/4 chat x 1, repeat 2 about 2 min left",
             "runs/x",
         ]
+
+
+def test_gpus_are_part_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess((), 0, stdout="NVIDIA H200\nNVIDIA H200\n")
+
+    bare = provenance.machine_key(provenance.machine() | {"gpu": None})
+    monkeypatch.setattr(provenance.subprocess, "run", found)
+    machine = provenance.machine()
+    assert machine["gpu"] == "NVIDIA H200, NVIDIA H200"
+    assert provenance.machine_key(machine) == f"NVIDIA H200, NVIDIA H200 / {bare}"
+
+    def nothing(*_: object, **__: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(provenance.subprocess, "run", nothing)
+    assert provenance.machine()["gpu"] is None

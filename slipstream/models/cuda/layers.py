@@ -11,11 +11,12 @@ from torch.nn import functional as F
 
 from slipstream.models.cuda.attention import Scratch, Tiles, attend
 from slipstream.models.cuda.linear import FEW_ROWS, Normed, linear, linear_gated, linear_norm
+from slipstream.models.cuda.mix import mixed
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
 from slipstream.models.cuda.wide import cut_for, partial_products
 from slipstream.models.dense import Model
-from slipstream.models.layers import Layer, Norm, convolved, kernels
+from slipstream.models.layers import Layer, Norm
 from slipstream.models.linear import Linear
 
 _WIDE = 8192
@@ -87,17 +88,17 @@ def _run_mixed(
     for i, layer in enumerate(model.layers):
         mix = layer.mix
         normed = rms_norm(x, layer.attention_norm.weight, layer.attention_norm.eps)
-        around = kernels(normed, mix.attention)
-        normed = convolved(normed, around[0], mix.block)
+        delta = product(normed, mix.attention.delta.weight, mix.attention.delta.bias)
+        normed = mixed(normed, delta, mix.attention, side=0, block=mix.block)
         attended = _attention(model, i, Normed(x, normed, None), flat, storage[i])
         attended = product(attended, layer.out.weight, layer.out.bias)
-        x = x + convolved(attended, around[1], mix.block)
+        x = mixed(attended, delta, mix.attention, side=1, block=mix.block, residual=x)
         normed = rms_norm(x, layer.mlp_norm.weight, layer.mlp_norm.eps)
-        around = kernels(normed, mix.mlp)
-        normed = convolved(normed, around[0], mix.block)
+        delta = product(normed, mix.mlp.delta.weight, mix.mlp.delta.bias)
+        normed = mixed(normed, delta, mix.mlp, side=0, block=mix.block)
         gated = silu_gate(product(normed, layer.gate_up.weight, layer.gate_up.bias))
         gated = product(gated, layer.down.weight, layer.down.bias)
-        x = x + convolved(gated, around[1], mix.block)
+        x = mixed(gated, delta, mix.mlp, side=1, block=mix.block, residual=x)
         states[i + 1] = x
     return x, [states[t] for t in taps]
 
