@@ -181,6 +181,11 @@ class Engine:
         row.finish_reason = FinishReason.CANCELLED
         return self._finish(row)
 
+    def settle(self) -> None:
+        """Let the device end what it was given. The time until the next step is nobody's then."""
+        if self.fast is not None:
+            self.fast.lane.settle()
+
     def reset(self) -> None:
         """Forget reusable prefixes and what the drafter kept across requests."""
         self.target.pool.reset_prefixes()

@@ -209,6 +209,12 @@ class Lane:
             self._slots.stop_at[slot] = 0  # from the next launch on its batch row rests
             self._slots.lengths[slot] = 0
 
+    def settle(self) -> None:
+        """Wait for the device. What passes until the next result is no host time of a step."""
+        if self._flights:
+            self._flights[-1].clocks[-1].synchronize()
+        self._last = 0.0
+
     def leave(self) -> None:
         """Nothing is in flight and the host goes its own way: sizes and pages may change."""
         self._members, self._last = [], 0.0

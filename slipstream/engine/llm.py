@@ -72,6 +72,10 @@ class LLM:
                 raise InvalidConfig(f"threads is {threads}; allowed: 1 or more.")
             torch.set_num_threads(threads)
         self.loaded = _load(model, dtype, device)
+        if self.loaded.model.device.type == "cuda":
+            # cuDNN's attention plans a quarter of a second for every new shape, and prompts that a
+            # chain drafter takes in have no two alike.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self._settings: dict[str, Any] = {
             "max_users": max_users,
             "kv_tokens": kv_tokens,

@@ -265,6 +265,10 @@ class AheadEngine(ScriptedEngine):
         self.machine.turns.append(self.name)
         return [self._advance(request_id) for request_id in list(self.left)]
 
+    def settle(self) -> None:
+        while self.queue:
+            self.work()
+
     def work(self) -> None:
         first = self.queue.pop(0)
         self.machine.now += first.cost
@@ -277,12 +281,6 @@ def test_on_an_accelerator_turns_end_with_the_device_idle(
 ) -> None:
     """Step by step an arm would wait for what another one left to the device."""
     machine = Machine()
-
-    def synchronize() -> None:
-        while AheadEngine.queue:
-            slow.work()
-
-    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
     AheadEngine.queue.clear()
     slow, fast = (AheadEngine(machine, n, cost=c) for n, c in (("slow", 0.04), ("fast", 0.01)))
     made = scripted(monkeypatch, machine, slow, fast)

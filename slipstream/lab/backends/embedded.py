@@ -171,7 +171,7 @@ class _Loop:
     def settle(self) -> None:
         """Let the device end what it was given, on this arm's clock."""
         start = time.perf_counter() - self.clock
-        torch.cuda.synchronize()
+        self._llm.engine.settle()
         self.clock = time.perf_counter() - start
 
     def advance(self) -> None:
