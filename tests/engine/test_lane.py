@@ -2,6 +2,8 @@
 
 import tests.interpreter  # noqa: F401, I001 - first
 
+import time
+
 import numpy as np
 import pytest
 
@@ -173,3 +175,26 @@ def test_synthetic_acceptance_is_what_was_asked_for():
     steps = [r for c in done for r in c.records if r.drafted == 4]
     assert len(steps) > 30
     assert 1.3 < sum(r.accepted for r in steps) / len(steps) < 1.7
+
+
+def test_time_that_others_take_is_no_host_time(monkeypatch):
+    """Two engines in turns: what passes between `settle` and the next step belongs to nobody."""
+    passed, clock = [0.0], time.perf_counter
+    monkeypatch.setattr("slipstream.engine.lane.time.perf_counter", lambda: clock() + passed[0])
+    plain, fast = pair(drafter="ngram:3,min=1")
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    ids_of = [fast.engine.submit(p, params) for p in PROMPTS[:2]]
+    found, steps = {}, 0
+    while fast.engine.has_work:
+        for output in fast.engine.step():
+            if output.completion is not None:
+                found[output.request_id] = output.completion
+        steps += 1
+        if steps % 3 == 0:
+            fast.engine.settle()
+            passed[0] += 10_000
+    done = [found[i] for i in ids_of]
+    assert ids(done) == ids(plain.generate(PROMPTS[:2], params))
+    laned = [r for c in done for r in c.records if not r.prefill]
+    assert passed[0]
+    assert max(r.times.host for r in laned) < 10_000
