@@ -36,9 +36,9 @@ def test_the_trained_network_is_the_served_one(tmp_path, markov, monkeypatch):
     net.save(tmp_path, net.tensors)
     served, real = [], dspark.choose
 
-    def choose(lanes, logits, law):
+    def choose(lanes, logits, law, reduced):
         served.append(logits)
-        return real(lanes, logits, law)
+        return real(lanes, logits, law, reduced)
 
     monkeypatch.setattr(dspark, "choose", choose)
     arm = LLM(LOADED, drafter=f"dspark:{tmp_path}:7", prefill_chunk=16)
