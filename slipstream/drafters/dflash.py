@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from slipstream.models.dflash import DFlash, load_dflash
 from slipstream.models.loading import LoadedModel
 from slipstream.target.target import ForwardOutput, ForwardRow, Target
 from slipstream.types import Draft, IntArray, OneHot, Row, Span, Verdict
+
+if TYPE_CHECKING:
+    from slipstream.drafters.dflash_device import Walk
 
 
 class DFlashDrafter:
@@ -39,7 +43,7 @@ class DFlashDrafter:
         self.needs = weights.config.taps
         self.reach = weights.config.block_size
         self.weights = weights
-        self.one_hot = False
+        self.one_hot, self._first = False, 1
         self._reduced = Reduced.of(weights.ids, weights.config.model.vocab_size)
         self._page_size = page_size
         loaded = LoadedModel(weights.model, None, name, Path(), "")
@@ -145,8 +149,16 @@ class DFlashDrafter:
 
         self.one_hot = True
         return BlockForm(
-            weights=self.weights, draft_len=self.max_draft_len, storage=self.block.storage
+            weights=self.weights,
+            draft_len=self.max_draft_len,
+            storage=self.block.storage,
+            first=self._first,
+            walk=self._walker(),
         )
+
+    def _walker(self) -> Walk | None:
+        """What chooses a block's tokens on the device; None where each row takes its likeliest."""
+        return None
 
     def _slots(self, pages: Sequence[int], positions: IntArray) -> IntArray:
         size = self._page_size

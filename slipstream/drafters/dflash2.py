@@ -8,12 +8,12 @@ one at the request's temperature. What it draws from is the draft law: `TopK`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slipstream.drafters import weights
-from slipstream.drafters.base import DeviceForm
 from slipstream.drafters.dflash import DFlashDrafter
 from slipstream.drafters.lanes import Lane, LaneLaw, draws
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
@@ -26,6 +26,9 @@ from slipstream.target.target import ForwardOutput
 from slipstream.types import OneHot, TopK
 
 _COLDEST = 1e-30
+
+if TYPE_CHECKING:
+    from slipstream.drafters.dflash_device import Walk
 
 
 class DFlash2Drafter(DFlashDrafter):
@@ -116,17 +119,8 @@ class DFlash2Drafter(DFlashDrafter):
         law.ids[where, depth], law.probs[where, depth] = ids, probs
         return torch.where(unsound, best, invert_cdf(probs, draws(lanes)))
 
-    def on_device(self) -> DeviceForm:
-        """DFlash's passes and the greedy walk."""
-        from slipstream.drafters.dflash_device import BlockForm
-
-        self.one_hot = True
-        return BlockForm(
-            weights=self.weights,
-            draft_len=self.max_draft_len,
-            storage=self.block.storage,
-            walk=self._walk,
-        )
+    def _walker(self) -> Walk:
+        return self._walk
 
     def _walk(self, anchors: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, None]:
         """A `drafters.dflash_device.Walk`: every lane at once, the best candidate each time."""

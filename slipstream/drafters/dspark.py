@@ -7,11 +7,12 @@ would be drawn, so it cannot bias the output.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from slipstream.drafters import weights
-from slipstream.drafters.base import DeviceForm
 from slipstream.drafters.dflash import DFlashDrafter
 from slipstream.drafters.lanes import Lane, LaneLaw, choose
 from slipstream.drafters.specs import DrafterContext, DrafterSpec
@@ -19,6 +20,9 @@ from slipstream.errors import InvalidConfig
 from slipstream.models.dspark import DSpark, load_dspark
 from slipstream.models.layers import rms_norm
 from slipstream.target.target import ForwardOutput
+
+if TYPE_CHECKING:
+    from slipstream.drafters.dflash_device import Walk
 
 
 class DSparkDrafter(DFlashDrafter):
@@ -71,18 +75,8 @@ class DSparkDrafter(DFlashDrafter):
             chosen = choose([lanes[g] for g in going], logits, law, self._reduced)
             going = [g for g in going if lanes[g] in chosen]
 
-    def on_device(self) -> DeviceForm:
-        """DFlash's passes and the greedy walk."""
-        from slipstream.drafters.dflash_device import BlockForm
-
-        self.one_hot = True
-        return BlockForm(
-            weights=self.weights,
-            draft_len=self.max_draft_len,
-            storage=self.block.storage,
-            first=self._first,
-            walk=self._walk,
-        )
+    def _walker(self) -> Walk:
+        return self._walk
 
     def _walk(
         self, anchors: Tensor, hidden: Tensor, logits: Tensor

@@ -101,7 +101,14 @@ def _left_out(
     ids = target_ids(d2t)
     found["lm_head.weight"] = Memory(head_rows(target, ids.to(target.device)))
     for name in own.get("drafted_rows", ()):
+        if name not in handles:
+            continue  # the loader says that it is missing
         rows = handles[name].get_tensor(name)
+        if len(rows) != len(ids):
+            raise ModelError(
+                f"{source} has {name} with {len(rows)} rows for {len(ids)} draft tokens (d2t); "
+                "export the drafter again."
+            )
         found[name] = Memory(rows.new_zeros(vocab, *rows.shape[1:]).index_copy_(0, ids, rows))
     return found
 

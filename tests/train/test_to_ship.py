@@ -1,15 +1,17 @@
 """From texts on disk to the small folder that ships, by the two commands, for every recipe."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from slipstream.cli import app
 from slipstream.drafters import weights
 from slipstream.engine import LLM
+from slipstream.errors import ModelError
 from slipstream.lab.cards import NEEDED, TRAINING, read_record
 from slipstream.models.loading import load
 from slipstream.models.tiny import save_tiny
@@ -107,5 +109,16 @@ def test_a_reduced_head_ships_as_ids_and_is_whole_where_others_need_it(recipe, t
     assert drafted
     assert {*drafted} <= known
     command("export", f"{recipe}:{small}", "--model", model, "--out", full)
+    if recipe == "dflash2":
+        name = "candidate_selector.successor_codebook"
+        for rows, says in ((None, f"lacks the tensor {name}"), (59, "59 rows for 60 draft tokens")):
+            lame = {n: t for n, t in kept.items() if not n.startswith(name)}
+            if rows:
+                lame |= {n: kept[n][:rows].contiguous() for n in (name, f"{name}_scale")}
+            folder = tmp_path / f"lame{rows}"
+            shutil.copytree(small, folder)
+            save_file(lame, folder / "model.safetensors")
+            with pytest.raises(ModelError, match=says):
+                arm.fork(f"{recipe}:{folder}:3")
     whole = recipe in ("mtp", "dflash", "dflash2")
     assert ("d2t" in load_file(full / "model.safetensors")) is not whole
