@@ -17,7 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from slipstream.models.cuda.launch import overlap, wait
+from slipstream.models.cuda.verify import serves, verify_attention
 
+VERIFY = True
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
 _FEW_SPLITS = 8
@@ -321,6 +323,29 @@ def attend(
     group, single = queries // kv, qkv.dtype == torch.float32
     block = block_rows(tiles.tokens, group)
     out = qkv.new_empty(len(qkv), queries * dim)
+    scale = LOG2E / dim**0.5
+    plain = window is None and sinks is None and VERIFY
+    if plain and serves(
+        qkv,
+        tiles=len(tiles.row),
+        kv=kv,
+        dim=dim,
+        group=group,
+        block=block,
+        page_size=page_size,
+    ):
+        verify_attention(
+            qkv,
+            storage,
+            out,
+            (tiles.row, tiles.first, tiles.start, tiles.length, tiles.token, tiles.pages),
+            scale=scale,
+            group=group,
+            block=block,
+            page_size=page_size,
+            causal=causal,
+        )
+        return out
     shape = Reading(32, 2) if single else reading_for(tiles.splits, block)
     _attend_kernel[(tiles.row.shape[0], kv, tiles.splits)](
         qkv,
@@ -337,7 +362,7 @@ def attend(
         tiles.pages.shape[1],
         queries,
         kv,
-        LOG2E / dim**0.5,
+        scale,
         window or 0,
         PAGE=page_size,
         GROUP=group,

@@ -29,12 +29,21 @@ def overlap(x: Tensor) -> dict[str, Any]:
     its time with overlap, one of an 8B model 1.02 to 1.04 (early programs hold room on the chip).
     """
     small = x.shape[-1] < 4096 and is_hopper(x.device)
-    return {"PDL": True, "launch_pdl": True} if small else {"PDL": False}
+    import os
+    mode = int(os.environ.get("SLIP_PDL", "2")) if is_hopper(x.device) else 0
+    if small:
+        return {"PDL": 1, "launch_pdl": True}
+    return {"PDL": mode, "launch_pdl": True} if mode in (1, 3) else {"PDL": mode}
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
     """Wait for the kernel before; then let the one behind be set up."""
-    if PDL:
+    if PDL == 3:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if PDL == 1:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if PDL == 2:
         tl.extra.cuda.gdc_launch_dependents()

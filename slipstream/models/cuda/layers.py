@@ -14,7 +14,7 @@ from slipstream.models.cuda.linear import FEW_ROWS, Normed, linear, linear_gated
 from slipstream.models.cuda.mix import mixed
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
-from slipstream.models.cuda.wide import cut_for, partial_products
+from slipstream.models.cuda.wide import cut_for, wide
 from slipstream.models.dense import Model
 from slipstream.models.layers import Layer, Norm
 from slipstream.models.linear import Linear
@@ -115,7 +115,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x @ weight.T + bias by whichever way reads this weight faster."""
     if few(x) and len(weight) < _WIDE:
         return linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    cut = cut_for(x, weight, whole=True) if bias is None else None
+    return wide(x, weight, cut) if cut else F.linear(x, weight, bias)
 
 
 def few(x: Tensor) -> bool:
@@ -157,7 +158,7 @@ def _joined(x: Tensor, w: Linear, stream: Normed, norm: Norm) -> Normed:
     if few(x):
         return linear_norm(x, w.weight, w.bias, stream.x, norm.weight)
     cut = cut_for(x, w.weight) if w.bias is None else None
-    delta = partial_products(x, w.weight, cut) if cut else F.linear(x, w.weight, w.bias)
+    delta = wide(x, w.weight, cut) if cut else F.linear(x, w.weight, w.bias)
     return add_norm(stream.x, delta, norm.weight, norm.eps)
 
 
@@ -165,4 +166,7 @@ def _gated(stream: Normed, layer: Layer) -> Tensor:
     w = layer.gate_up
     if few(stream.scaled):
         return linear_gated(stream, w.weight, w.bias, eps=layer.mlp_norm.eps)
+    cut = cut_for(stream.scaled, w.weight, gated=True) if w.bias is None else None
+    if cut:
+        return wide(stream.scaled, w.weight, cut, gated=True)
     return silu_gate(F.linear(stream.scaled, w.weight, w.bias))

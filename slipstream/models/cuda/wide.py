@@ -1,93 +1,135 @@
-"""Products of 17 to 128 rows into few columns, cut along the inner length.
+"""Products of 17 to 192 rows, in CUDA C++ (`wide.cu`), compiled where it runs.
 
-The stock products leave memory idle where a weight has too few columns to give every
-multiprocessor a tile. Here programs also share the inner length, and whoever reads the result adds
-their parts up (`norm.add_norm`), which saves the launch that would do nothing else.
+At these sizes a product is still a read of its weight, and what is lost is lost at its two ends:
+nothing is read while the kernel in front finishes and the pipeline fills. So a weight is asked for
+before the kernel in front has ended (programmatic dependent launch: kernels in front let this one
+start early, see `launch`), every multiprocessor gets one program and one tile, and the gate of an
+MLP is applied to the sums in registers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from slipstream.models.cuda.launch import is_hopper
+from slipstream.models.cuda.native import available, check, compiled, processors
 
-MOST_ROWS = 128
-
-
-@triton.jit
-def _wide_kernel(
-    x,
-    weight,
-    parts,
-    rows,
-    columns,
-    inner,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
-    n, part = tl.program_id(0) * BLOCK_N, tl.program_id(1)
-    reach = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT) * BLOCK_K
-    low = part * reach
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(low, tl.minimum(low + reach, inner), BLOCK_K):
-        total = tl.dot(x.load([0, k]), weight.load([n, k]).T, total)
-    m, at = tl.arange(0, BLOCK_M), n + tl.arange(0, BLOCK_N)
-    cell = (part * rows + m[:, None]) * columns + at[None, :]
-    tl.store(parts + cell, total, mask=(m < rows)[:, None] & (at < columns)[None, :])
+_GROUP = 64
+"""Rows a warpgroup multiplies."""
+_MOST_ROWS = 3 * _GROUP
+_BLOCK = 64
+"""Inner length of a tile; as in wide.cu."""
+_ROOM = 226 * 1024
+"""Bytes of shared memory a program may have for its tiles."""
+_STAGES = 12
+"""Tiles in flight at most."""
+_TILES = (256, 192, 128, 96, 80, 64, 48)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Output columns and inner length a program handles at once, and programs that share a tile."""
-
-    n: int
-    k: int
-    split: int
-    warps: int
-    stages: int
-
-
-MEASURED = ((4096, 12288), (4096, 4096))
-"""Columns and inner length of weights for which a cut beats the stock product (docs/log.md)."""
-
-
-def cut_for(x: Tensor, weight: Tensor) -> Cut | None:
-    """How to cut x @ weight.T, or None where the stock product is as fast."""
-    if not 16 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16 or not is_hopper(x.device):
-        return None
-    if tuple(weight.shape) not in MEASURED:
-        return None
-    return Cut(64, 128, 4, 4, 3) if len(x) <= 64 else Cut(64, 64, 2, 4, 6)
-
-
-def partial_products(x: Tensor, weight: Tensor, cut: Cut) -> Tensor:
-    """Parts of x @ weight.T that add up to it: float32 [split, rows, columns].
-
-    `x` [rows, inner] contiguous, at most 128 rows; `weight` [columns, inner].
+    """How a product is cut: rows of the weight a program owns, and programs that share a tile's
+    inner length, whose parts somebody else adds up.
     """
-    (rows, inner), columns = x.shape, weight.shape[0]
-    block = max(16, triton.next_power_of_2(rows))
-    parts = torch.empty(cut.split, rows, columns, dtype=torch.float32, device=x.device)
-    _wide_kernel[(triton.cdiv(columns, cut.n), cut.split)](
-        TensorDescriptor.from_tensor(x, [block, cut.k]),
-        TensorDescriptor.from_tensor(weight, [cut.n, cut.k]),
-        parts,
-        rows,
-        columns,
-        inner,
-        BLOCK_M=block,
-        BLOCK_N=cut.n,
-        BLOCK_K=cut.k,
-        SPLIT=cut.split,
-        num_warps=cut.warps,
-        num_stages=cut.stages,
+
+    tile: int
+    split: int = 1
+
+
+def cut_for(x: Tensor, weight: Tensor, *, gated: bool = False, whole: bool = False) -> Cut | None:
+    """How `wide` should cut x @ weight.T, or None where it does not serve or is not faster.
+
+    `whole`: parts that somebody must add up are no use.
+    """
+    if not 16 < len(x) <= _MOST_ROWS or x.dtype != torch.bfloat16 or not available(x.device):
+        return None
+    return choose(*weight.shape, whole=whole or gated, at_once=processors(x.device))
+
+
+def choose(columns: int, inner: int, *, whole: bool, at_once: int) -> Cut | None:
+    """The cut that gives nearly every multiprocessor one program, with the fewest parts.
+
+    None for weights too small or too large for that: the stock products serve those.
+    """
+    for split in (1,) if whole else (1, 2, 4):
+        for tile in _TILES:
+            fits = columns % tile == 0 and inner % (_BLOCK * split) == 0
+            if fits and 0.9 * at_once <= columns // tile * split <= at_once:
+                return Cut(tile, split)
+    return None
+
+
+def wide(x: Tensor, weight: Tensor, cut: Cut, *, gated: bool = False) -> Tensor:
+    """x @ weight.T: bfloat16 [rows, columns], or its parts, float32 [split, rows, columns].
+
+    `x` bfloat16 [rows, inner], `weight` [columns, inner], both contiguous; at most 192 rows.
+    `gated`: `weight` [2 * columns, inner], and silu(first half) * second half, [rows, columns].
+    """
+    (rows, inner), total = x.shape, weight.shape[0]
+    columns = total // 2 if gated else total
+    groups = -(-rows // _GROUP)
+    if total % cut.tile or inner % (_BLOCK * cut.split) or rows > _MOST_ROWS:
+        raise ValueError(f"{tuple(x.shape)} by {tuple(weight.shape)} cannot be cut into {cut}")
+    parts = cut.split > 1
+    shape = (cut.split, rows, columns) if parts else (rows, columns)
+    out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
+    stage = (groups * _GROUP + cut.tile) * _BLOCK * 2
+    stages = min(_STAGES, _ROOM // stage)
+    defined = {
+        "GROUPS": groups,
+        "TILE": cut.tile,
+        "STAGES": stages,
+        "GATED": int(gated),
+        "PARTS": int(parts),
+    }
+    kernel = compiled(
+        "wide",
+        x.device,
+        tuple(defined.items()),
+        threads=32 * (4 * groups + 1),
+        room=stages * stage + 1024,  # tiles begin at multiples of 1,024 bytes
+        head=_wgmma(cut.tile),
     )
-    return parts
+    maps = [_map(x, groups * _GROUP), _map(weight, cut.tile // 2 if gated else cut.tile)]
+    blocks = inner // (_BLOCK * cut.split)
+    kernel.launch((total // cut.tile, cut.split), [*maps, out, rows, columns, blocks])
+    return out
+
+
+def _wgmma(columns: int) -> str:
+    """The multiplication of 64 rows by `columns` as a macro: its operands depend on the tile."""
+    count = columns // 2
+    places = ", ".join(f"%{i}" for i in range(count))
+    numbers = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (
+        '#define WGMMA(d, a, b, more) asm volatile("{\\n.reg .pred p;\\n'
+        f"setp.ne.b32 p, %{count + 2}, 0;\\n"
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+        f'{{{places}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0;\\n}}" '
+        f': {numbers} : "l"(a), "l"(b), "r"((u32)(more)))\n'
+    )
+
+
+def _map(matrix: Tensor, rows: int) -> Any:
+    """What the copy engine must know of a matrix that is read in tiles of `rows` by 64."""
+    from cuda.bindings import driver as d
+
+    height, width = matrix.shape
+    return check(
+        d.cuTensorMapEncodeTiled(
+            d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            2,
+            matrix.data_ptr(),
+            [d.cuuint64_t(width), d.cuuint64_t(height)],
+            [d.cuuint64_t(width * matrix.element_size())],
+            [d.cuuint32_t(_BLOCK), d.cuuint32_t(rows)],
+            [d.cuuint32_t(1), d.cuuint32_t(1)],
+            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    )
