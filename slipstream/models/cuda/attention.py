@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.models.cuda.launch import overlap, wait
+from slipstream.models.cuda.launch import lead, overlap, wait
 from slipstream.models.cuda.verify import serves, verify_attention
 
-VERIFY = True
 LOG2E = 1.4426950408889634
 MAX_SPLITS = 64
 _FEW_SPLITS = 8
@@ -91,6 +90,7 @@ def _attend_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    lead(PDL)
     wait(PDL)
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(tile_row + tile)
@@ -233,6 +233,7 @@ def _merge_kernel(
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    lead(PDL)
     wait(PDL)
     tile, head = tl.program_id(0), tl.program_id(1)
     lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
@@ -313,39 +314,17 @@ def attend(
     """Attention of every query to the positions it may see: [tokens, queries * dim].
 
     `qkv` [tokens, (queries + 2 * kv) * dim], its queries rotated; `storage` [slots, 2 * kv, dim],
-    this forward's keys and values already in it. A query sees positions up to its own, with
-    `window` only the last so many of them; without `causal` it sees its row to
-    the end. `sinks` [queries]: logits that take part in the softmax and have no value (Xiao et al.
-    2024; gpt-oss).
+    this forward's keys and values already in it. A query sees positions up to its own, without
+    `causal` its row to the end, with `window` only the last so many. `sinks` [queries]: logits in
+    the softmax that have no value (Xiao et al. 2024; gpt-oss).
     """
+    if window is None and sinks is None and serves(qkv, storage, tiles, page_size):
+        return verify_attention(qkv, storage, tiles, page_size=page_size, causal=causal)
     kv, dim = storage.shape[1] // 2, storage.shape[2]
     queries = qkv.shape[1] // dim - 2 * kv
     group, single = queries // kv, qkv.dtype == torch.float32
     block = block_rows(tiles.tokens, group)
     out = qkv.new_empty(len(qkv), queries * dim)
-    scale = LOG2E / dim**0.5
-    plain = window is None and sinks is None and VERIFY
-    if plain and serves(
-        qkv,
-        tiles=len(tiles.row),
-        kv=kv,
-        dim=dim,
-        group=group,
-        block=block,
-        page_size=page_size,
-    ):
-        verify_attention(
-            qkv,
-            storage,
-            out,
-            (tiles.row, tiles.first, tiles.start, tiles.length, tiles.token, tiles.pages),
-            scale=scale,
-            group=group,
-            block=block,
-            page_size=page_size,
-            causal=causal,
-        )
-        return out
     shape = Reading(32, 2) if single else reading_for(tiles.splits, block)
     _attend_kernel[(tiles.row.shape[0], kv, tiles.splits)](
         qkv,
@@ -356,13 +335,10 @@ def attend(
         tiles.row,
         tiles.first,
         tiles.start,
-        tiles.length,
-        tiles.token,
-        tiles.pages,
-        tiles.pages.shape[1],
+        *(tiles.length, tiles.token, tiles.pages, tiles.pages.shape[1]),
         queries,
         kv,
-        scale,
+        LOG2E / dim**0.5,
         window or 0,
         PAGE=page_size,
         GROUP=group,

@@ -1,8 +1,10 @@
 """Programmatic dependent launch: a kernel may be set up while the one before it drains.
 
-Every kernel here first waits for its predecessor's results and then lets its successor be set up,
-so that the microsecond a launch takes is hidden (CUDA programming guide, "Programmatic Dependent
-Launch"; compute capability 9.0 on). Kernels of libraries in between just do not overlap.
+A kernel lets its successor be set up, and waits for its predecessor's results before it reads them,
+so that the microsecond a launch takes is hidden, and with it what a successor may do before it
+waits: read weights (CUDA programming guide, "Programmatic Dependent Launch"; compute capability 9.0
+on). Only what was complete before the predecessor began may be read before the wait. Kernels of
+libraries in between just do not overlap.
 """
 
 from __future__ import annotations
@@ -22,28 +24,34 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def overlap(x: Tensor) -> dict[str, Any]:
-    """Launch options for kernels that call `wait(PDL)`; `x` is their input.
+def overlap(x: Tensor, *, early: bool = False) -> dict[str, Any]:
+    """Launch options for kernels that call `lead(PDL)` and `wait(PDL)`; `x` is their input.
 
-    Only rows shorter than 4,096: measured on one NVIDIA H200, a step of a 135M model takes 0.85 of
-    its time with overlap, one of an 8B model 1.02 to 1.04 (early programs hold room on the chip).
+    Rows shorter than 4,096 (1): every kernel starts early, waits, and then lets the next start.
+    Longer rows: a kernel lets the next one start at once, and is itself started when its
+    predecessor has ended (2) or, `early`, before (3). Measured on one NVIDIA H200: with 1 a step
+    of a 135M model takes 0.85 of its time, one of an 8B model 1.02 to 1.04, because early programs
+    hold room on the chip; small kernels may do it, and with 3 for them it takes 0.98.
     """
-    small = x.shape[-1] < 4096 and is_hopper(x.device)
-    import os
-    mode = int(os.environ.get("SLIP_PDL", "2")) if is_hopper(x.device) else 0
-    if small:
+    if not is_hopper(x.device):
+        return {"PDL": 0}
+    if x.shape[-1] < 4096:
         return {"PDL": 1, "launch_pdl": True}
-    return {"PDL": mode, "launch_pdl": True} if mode in (1, 3) else {"PDL": mode}
+    return {"PDL": 3, "launch_pdl": True} if early else {"PDL": 2}
+
+
+@triton.jit
+def lead(PDL: tl.constexpr):
+    """Let the kernel behind be set up, if it may be before this one has waited."""
+    if PDL >= 2:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Wait for the kernel before; then let the one behind be set up."""
-    if PDL == 3:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """Wait for the kernel before, if this one started early; then let the one behind be set up."""
     if PDL == 1:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if PDL == 2:
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL == 3:
+        tl.extra.cuda.gdc_wait()

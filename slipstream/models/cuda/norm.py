@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.models.cuda.launch import overlap, wait
+from slipstream.models.cuda.launch import lead, overlap, wait
 from slipstream.models.cuda.linear import Normed
 
 
@@ -33,11 +33,18 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    wait(PDL)
+    lead(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < size
-    values = tl.load(x + row * size + at, mask=inside, other=0.0)
+    weights = tl.load(weight + at, mask=inside, other=0.0)
+    if ADDED:
+        # x is older than what the kernel in front writes.
+        values = tl.load(x + row * size + at, mask=inside, other=0.0)
+        wait(PDL)
+    else:
+        wait(PDL)
+        values = tl.load(x + row * size + at, mask=inside, other=0.0)
     if ADDED:
         more = tl.zeros((BLOCK,), tl.float32)
         for part in tl.static_range(PARTS):
@@ -47,7 +54,6 @@ def _norm_kernel(
         tl.store(total + row * size + at, values, mask=inside)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    weights = tl.load(weight + at, mask=inside, other=0.0)
     tl.store(out + row * size + at, (wide * scale).to(values.dtype) * weights, mask=inside)
 
 
@@ -77,7 +83,7 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Normed
         PARTS=len(delta) if delta is not None and delta.dim() == 3 else 1,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8 if size >= 2048 else 4,
-        **overlap(x),
+        **overlap(x, early=True),
     )
     return Normed(total, out, None)
 

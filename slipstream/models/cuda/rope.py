@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.models.cuda.launch import overlap, wait
+from slipstream.models.cuda.launch import lead, overlap, wait
 from slipstream.models.cuda.linear import Normed
 from slipstream.models.cuda.norm import inverse_rms
 
@@ -37,6 +37,7 @@ def _rope_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    lead(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -131,5 +132,5 @@ def rotate_and_store(
         SCALED=squares is not None,
         PARTS=triton.next_power_of_2(parts),
         num_warps=2,
-        **overlap(qkv),
+        **overlap(qkv, early=True),
     )

@@ -229,7 +229,7 @@ __device__ void read_queries(u32 to, const u16* qkv, const Row& r) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+extern "C" __global__ void __maxnreg__(184)
     verify(const u16* qkv, const u16* storage, u16* out, const int* tile_row,
            const int* tile_first, const int* row_start, const int* row_length,
            const int* row_token, const int* pages, int pages_width, int kv, float scale) {

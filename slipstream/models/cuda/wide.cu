@@ -86,7 +86,7 @@ __device__ void fetch_x(const Ring& ring, int s, const Map& x, int column) {
 __device__ void produce(const Ring& ring, const Map& x, const Map& weight, int blocks, int columns) {
   int first = blockIdx.y * blocks * BLOCK, ahead = blocks < STAGES ? blocks : STAGES;
   for (int i = 0; i < ahead; i++) fetch_weight(ring, i, weight, first + i * BLOCK, columns);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   for (int i = 0; i < ahead; i++) fetch_x(ring, i, x, first + i * BLOCK);
   for (int i = ahead; i < blocks; i++) {
     int s = i % STAGES;
@@ -160,10 +160,10 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if (threadIdx.x / 32 == WARPS) {
     if (threadIdx.x % 32 == 0) produce(ring, x, weight, blocks, columns);
   } else {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     float d[NUMBERS];
     multiply(ring, d, blocks);
     store(d, out, rows, columns);

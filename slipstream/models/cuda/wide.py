@@ -63,7 +63,8 @@ def choose(columns: int, inner: int, *, whole: bool, at_once: int) -> Cut | None
 
 
 def wide(x: Tensor, weight: Tensor, cut: Cut, *, gated: bool = False) -> Tensor:
-    """x @ weight.T: bfloat16 [rows, columns], or its parts, float32 [split, rows, columns].
+    """The product x @ weight.T: bfloat16 [rows, columns], or its parts, float32
+    [split, rows, columns].
 
     `x` bfloat16 [rows, inner], `weight` [columns, inner], both contiguous; at most 192 rows.
     `gated`: `weight` [2 * columns, inner], and silu(first half) * second half, [rows, columns].
@@ -91,7 +92,7 @@ def wide(x: Tensor, weight: Tensor, cut: Cut, *, gated: bool = False) -> Tensor:
         tuple(defined.items()),
         threads=32 * (4 * groups + 1),
         room=stages * stage + 1024,  # tiles begin at multiples of 1,024 bytes
-        head=_wgmma(cut.tile),
+        head=wgmma(cut.tile),
     )
     maps = [_map(x, groups * _GROUP), _map(weight, cut.tile // 2 if gated else cut.tile)]
     blocks = inner // (_BLOCK * cut.split)
@@ -99,7 +100,7 @@ def wide(x: Tensor, weight: Tensor, cut: Cut, *, gated: bool = False) -> Tensor:
     return out
 
 
-def _wgmma(columns: int) -> str:
+def wgmma(columns: int) -> str:
     """The multiplication of 64 rows by `columns` as a macro: its operands depend on the tile."""
     count = columns // 2
     places = ", ".join(f"%{i}" for i in range(count))
@@ -129,7 +130,7 @@ def _map(matrix: Tensor, rows: int) -> Any:
             [d.cuuint32_t(1), d.cuuint32_t(1)],
             d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
