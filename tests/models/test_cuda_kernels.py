@@ -69,16 +69,6 @@ def test_a_token_and_a_state_are_normed_side_by_side(size):
     close(found, torch.cat(expected, 1), 1e-6)
 
 
-@pytest.mark.parametrize("split", [1, 2, 3])
-def test_parts_of_a_product_add_up_in_the_norm(split):
-    parts = randn(split, 17, 48, dtype=torch.float32)
-    stream, norm = randn(17, 48, dtype=torch.float32, seed=2), randn(48, dtype=torch.float32)
-    found = add_norm(stream, parts, norm, 1e-5)
-    total = stream.double() + parts.double().sum(0)
-    close(found.x, total, 1e-6)
-    close(found.scaled, total / rms(total) * norm.double(), 1e-6)
-
-
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_a_norm_split_over_two_products_is_the_norm(rows):
     """linear_norm writes the stream and what is due; the gate and the rotation settle it."""

@@ -1,5 +1,7 @@
 """The kernels in CUDA C++: which shapes they take, and, on a GPU, what they compute."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -23,28 +25,29 @@ needs_hopper = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("columns", "inner", "whole", "cut"),
+    ("columns", "inner", "gated", "cut"),
     [
         (24576, 4096, True, Cut(192)),  # the products of a dense 8B
-        (6144, 4096, True, Cut(48)),
+        (6144, 4096, False, Cut(96, 2)),
         (4096, 4096, False, Cut(64, 2)),
         (4096, 12288, False, Cut(64, 2)),
-        (4096, 4096, True, None),  # parts are no use, and whole it is too small
-        (151936, 4096, True, None),  # a head: many tiles for every program
+        (4096, 4096, True, None),  # a gate needs whole sums, and whole it is too small
+        (151936, 4096, False, None),  # a head: many tiles for every program
         (1536, 576, False, None),  # a 135M's
         (4096, 4100, False, None),  # not whole tiles
     ],
 )
-def test_a_weight_is_cut_into_one_program_a_multiprocessor(columns, inner, whole, cut):
-    assert choose(columns, inner, whole=whole, at_once=H200) == cut
+def test_a_weight_is_cut_into_one_program_a_multiprocessor(columns, inner, gated, cut):
+    assert choose(columns, inner, gated=gated, at_once=H200) == cut
 
 
 def test_every_cut_covers_the_weight_and_fills_the_chip():
     for columns in range(512, 40000, 512):
         for inner in (1024, 2560, 4096, 5120, 12288, 17408):
-            cut = choose(columns, inner, whole=False, at_once=H200)
+            cut = choose(columns, inner, gated=False, at_once=H200)
             if cut is not None:
                 assert columns % cut.tile == 0
+                assert cut.tile % (8 * cut.split) == 0
                 assert inner % (64 * cut.split) == 0
                 assert 118 < columns // cut.tile * cut.split <= H200
 
@@ -103,7 +106,7 @@ def tiles_of(rows, pages, device):
 
 
 @needs_hopper
-@pytest.mark.parametrize("rows", [17, 64, 65, 128, 144, 192])
+@pytest.mark.parametrize("rows", [17, 64, 65, 128])
 @pytest.mark.parametrize("columns", [4096, 6144, 24576])
 def test_products_are_those_of_float64(rows, columns):
     gated = columns == 24576
@@ -115,8 +118,7 @@ def test_products_are_those_of_float64(rows, columns):
     if gated:
         gate, up = expected.chunk(2, 1)
         expected = F.silu(gate) * up
-    found = wide(x, weight, cut, gated=gated)
-    found = found.double().sum(0) if cut.split > 1 else found.double()
+    found = wide(x, weight, cut, gated=gated).double()
     assert (found - expected).norm() < 3e-3 * expected.norm()
 
 
@@ -155,28 +157,26 @@ def test_verify_attention_is_that_of_float64(causal, longest):
 
 
 @needs_hopper
-def test_a_product_waits_for_the_kernel_in_front():
-    """Its weights are read ahead, its input is not: norm and product in turns, in one graph."""
+def test_kernels_that_start_early_read_what_the_one_in_front_wrote():
+    """Norms and products in turns: one after another and overlapping, to the last bit."""
     norm = torch.ones(4096, device=CUDA, dtype=torch.bfloat16)
     weight = torch.randn(4096, 4096, device=CUDA, dtype=torch.bfloat16) / 64
     first = torch.randn(128, 4096, device=CUDA, dtype=torch.bfloat16)
 
-    def chain() -> torch.Tensor:
+    def chain(between: Callable[[], object]) -> torch.Tensor:
         stream, delta = first, torch.zeros_like(first)
         for _ in range(24):
             normed = add_norm(stream, delta, norm, 1e-6)
+            between()
             stream, delta = normed.x, wide(normed.scaled, weight, Cut(64, 2))
-        return add_norm(stream, delta, norm, 1e-6).x
+            between()
+        return stream
 
-    stream = first.float()
-    for _ in range(24):
-        scaled = F.rms_norm(stream, (4096,), eps=1e-6).bfloat16()
-        stream = (stream + scaled.float() @ weight.float().t()).bfloat16().float()
-    chain()
+    expected = chain(torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = chain()
+        found = chain(lambda: None)
     for _ in range(20):
         found.zero_()
         graph.replay()
-        assert (found.float() - stream).norm() < 2e-2 * stream.norm()
+        assert torch.equal(found, expected)

@@ -115,7 +115,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x @ weight.T + bias by whichever way reads this weight faster."""
     if few(x) and len(weight) < _WIDE:
         return linear(x, weight, bias)
-    cut = cut_for(x, weight, whole=True) if bias is None else None
+    cut = cut_for(x, weight) if bias is None else None
     return wide(x, weight, cut) if cut else F.linear(x, weight, bias)
 
 
@@ -157,9 +157,7 @@ def _joined(x: Tensor, w: Linear, stream: Normed, norm: Norm) -> Normed:
     """The stream with the product of x added, ready for `norm`."""
     if few(x):
         return linear_norm(x, w.weight, w.bias, stream.x, norm.weight)
-    cut = cut_for(x, w.weight) if w.bias is None else None
-    delta = wide(x, w.weight, cut) if cut else F.linear(x, w.weight, w.bias)
-    return add_norm(stream.x, delta, norm.weight, norm.eps)
+    return add_norm(stream.x, product(x, w.weight, w.bias), norm.weight, norm.eps)
 
 
 def _gated(stream: Normed, layer: Layer) -> Tensor:

@@ -29,7 +29,6 @@ def _norm_kernel(
     size,
     eps,
     ADDED: tl.constexpr,
-    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -46,10 +45,7 @@ def _norm_kernel(
         wait(PDL)
         values = tl.load(x + row * size + at, mask=inside, other=0.0)
     if ADDED:
-        more = tl.zeros((BLOCK,), tl.float32)
-        for part in tl.static_range(PARTS):
-            cell = (part * tl.num_programs(0) + row) * size + at
-            more += tl.load(delta + cell, mask=inside, other=0.0).to(tl.float32)
+        more = tl.load(delta + row * size + at, mask=inside, other=0.0).to(tl.float32)
         values = (values.to(tl.float32) + more).to(values.dtype)
         tl.store(total + row * size + at, values, mask=inside)
     wide = values.to(tl.float32)
@@ -63,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Normed:
-    """The stream x + delta and its norm; both [rows, size]. `delta` may be [parts, rows, size]."""
+    """The stream x + delta and its norm; both [rows, size]."""
     return _norm(x, delta, weight, eps)
 
 
@@ -80,7 +76,6 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Normed
         size,
         eps,
         ADDED=delta is not None,
-        PARTS=len(delta) if delta is not None and delta.dim() == 3 else 1,
         BLOCK=triton.next_power_of_2(size),
         num_warps=8 if size >= 2048 else 4,
         **overlap(x, early=True),

@@ -1,13 +1,15 @@
-// x @ weight.T for 17 to 192 rows of x, at the speed the weight can be read. See wide.py.
+// x @ weight.T for 17 to 128 rows of x, at the speed the weight can be read. See wide.py.
 //
 // A program owns TILE rows of the weight and a part of the inner length. One thread copies tiles of
 // both matrices into a ring in shared memory (TMA); one warpgroup for each 64 rows of x multiplies
-// (wgmma) and keeps its sums in registers.
+// (wgmma) and keeps its sums in registers. The SPLIT programs of a tile are a cluster: in the end
+// each adds up a share of the columns, which the others send to it.
 //
-// The compiler's options set GROUPS (64 rows each), TILE, STAGES, GATED and PARTS;
+// The compiler's options set GROUPS (64 rows each), TILE, SPLIT, STAGES and GATED;
 // WGMMA(d, a, b, accumulate) is written by wide.py for the tile.
 
 typedef unsigned int u32;
+typedef unsigned short u16;
 typedef unsigned long long u64;
 
 struct alignas(64) Map { u64 opaque[16]; };  // CUtensorMap
@@ -17,6 +19,9 @@ constexpr int X_BYTES = 64 * GROUPS * BLOCK * 2;
 constexpr int W_BYTES = TILE * BLOCK * 2;
 constexpr int NUMBERS = TILE / 2;  // sums a thread
 constexpr int WARPS = 4 * GROUPS;  // that multiply
+constexpr int SHARE = NUMBERS / SPLIT;  // sums a thread has to do with in the end
+static_assert(TILE % (8 * SPLIT) == 0, "a share is whole blocks of 8 columns");
+static_assert(!GATED || SPLIT == 1, "a gate needs whole sums");
 constexpr u64 READ_ONCE = 0x12F0000000000000ull, READ_OFTEN = 0x14F0000000000000ull;  // L2 hints
 
 struct Ring {
@@ -116,34 +121,77 @@ __device__ void multiply(const Ring& ring, float (&d)[NUMBERS], int blocks) {
 
 __device__ float gated(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
 
-// A thread has two neighboring columns of two rows in every eight columns.
-__device__ void store(const float (&d)[NUMBERS], void* out, int rows, int columns) {
-  constexpr int OWN = GATED ? TILE / 2 : TILE;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int half = 0; half < 2; half++) {
-    int row = warp * 16 + half * 8 + lane / 4;
-    if (row >= rows) continue;
+__device__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+__device__ u32 rank() {
+  u32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+
+__device__ void send(u32 address, u32 program, float value) {
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "st.shared::cluster.f32 [there], %2;\n}" ::"r"(address), "r"(program), "f"(value)
+      : "memory");
+}
+
+// Every program gets the others' sums of its share of the columns, in the ring, which is free now.
+__device__ void add_up(const float (&d)[NUMBERS], float (&sums)[SHARE], u32 ring, u32 mine) {
+  constexpr int THREADS = 32 * WARPS;
+  sync_cluster();  // all have read their rings
 #pragma unroll
-    for (int j = 0; j < OWN / 8; j++) {
-      long long at = (long long)(blockIdx.y * rows + row) * columns + blockIdx.x * OWN + j * 8 +
-                     lane % 4 * 2;
-      float low = d[4 * j + 2 * half], high = d[4 * j + 2 * half + 1];
-      if (GATED) {
-        constexpr int UP = NUMBERS / 2;
-        low = gated(low, d[(4 * j + 2 * half + UP) % NUMBERS]);
-        high = gated(high, d[(4 * j + 2 * half + 1 + UP) % NUMBERS]);
-      }
-      if (PARTS) {
-        *(float2*)((float*)out + at) = make_float2(low, high);
+  for (int p = 0; p < SPLIT; p++) {
+    u32 slot = (mine < p ? mine : mine - 1) * SHARE;
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+      if (p == mine) {
+        sums[i] = d[p * SHARE + i];
       } else {
-        *(u32*)((unsigned short*)out + at) = pair(low, high);
+        send(ring + ((slot + i) * THREADS + threadIdx.x) * 4, p, d[p * SHARE + i]);
       }
+    }
+  }
+  sync_cluster();  // all have arrived
+  for (int other = 0; other < SPLIT - 1; other++) {
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+      float x;
+      u32 at = ring + ((other * SHARE + i) * THREADS + threadIdx.x) * 4;
+      asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at) : "memory");
+      sums[i] += x;
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
-    wide(const __grid_constant__ Map x, const __grid_constant__ Map weight, void* out, int rows,
+// A thread has two neighboring columns of two rows in every eight columns.
+__device__ void store(const float (&sums)[SHARE], u16* out, int rows, int columns, int first) {
+  constexpr int OWN = GATED ? SHARE / 2 : SHARE;  // of the thread's sums, what is written
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    int row = warp * 16 + half * 8 + lane / 4;
+    if (row >= rows) continue;
+    u16* line = out + (long long)row * columns + first + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < OWN / 4; j++) {
+      int at = 4 * j + 2 * half;
+      float low = sums[at], high = sums[at + 1];
+      if (GATED) {
+        low = gated(low, sums[(at + SHARE / 2) % SHARE]);
+        high = gated(high, sums[(at + 1 + SHARE / 2) % SHARE]);
+      }
+      *(u32*)(line + j * 8) = pair(low, high);
+    }
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(1, SPLIT, 1) __launch_bounds__(32 * (WARPS + 1), 1)
+    wide(const __grid_constant__ Map x, const __grid_constant__ Map weight, u16* out, int rows,
          int columns, int blocks) {
   extern __shared__ char memory[];
   __shared__ alignas(8) u64 barriers[2 * STAGES];
@@ -162,10 +210,18 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 1), 1)
   __syncthreads();
   if (threadIdx.x / 32 == WARPS) {
     if (threadIdx.x % 32 == 0) produce(ring, x, weight, blocks, columns);
+    return;
+  }
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  float d[NUMBERS];
+  multiply(ring, d, blocks);
+  constexpr int TILE_OUT = GATED ? TILE / 2 : TILE;
+  if (SPLIT == 1) {
+    store((const float(&)[SHARE])d, out, rows, columns, blockIdx.x * TILE_OUT);
   } else {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    float d[NUMBERS];
-    multiply(ring, d, blocks);
-    store(d, out, rows, columns);
+    float sums[SHARE];
+    u32 mine = rank();
+    add_up(d, sums, ring.x, mine);
+    store(sums, out, rows, columns, blockIdx.x * TILE_OUT + mine * (TILE / SPLIT));
   }
 }

@@ -1,10 +1,11 @@
-"""Products of 17 to 192 rows, in CUDA C++ (`wide.cu`), compiled where it runs.
+"""Products of 17 to 128 rows, in CUDA C++ (`wide.cu`), compiled where it runs.
 
 At these sizes a product is still a read of its weight, and what is lost is lost at its two ends:
 nothing is read while the kernel in front finishes and the pipeline fills. So a weight is asked for
 before the kernel in front has ended (programmatic dependent launch: kernels in front let this one
-start early, see `launch`), every multiprocessor gets one program and one tile, and the gate of an
-MLP is applied to the sums in registers.
+start early, see `launch`), every multiprocessor gets one program and one tile, programs that share
+a tile add their sums up in shared memory (thread block clusters), and the gate of an MLP is applied
+to the sums in registers.
 """
 
 from __future__ import annotations
@@ -19,54 +20,50 @@ from slipstream.models.cuda.native import available, check, compiled, processors
 
 _GROUP = 64
 """Rows a warpgroup multiplies."""
-_MOST_ROWS = 3 * _GROUP
+_MOST_ROWS = 2 * _GROUP
 _BLOCK = 64
 """Inner length of a tile; as in wide.cu."""
 _ROOM = 226 * 1024
 """Bytes of shared memory a program may have for its tiles."""
 _STAGES = 12
 """Tiles in flight at most."""
-_TILES = (256, 192, 128, 96, 80, 64, 48)
+_TILES = (256, 192, 128, 96, 80, 64)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a product is cut: rows of the weight a program owns, and programs that share a tile's
-    inner length, whose parts somebody else adds up.
+    inner length.
     """
 
     tile: int
     split: int = 1
 
 
-def cut_for(x: Tensor, weight: Tensor, *, gated: bool = False, whole: bool = False) -> Cut | None:
-    """How `wide` should cut x @ weight.T, or None where it does not serve or is not faster.
-
-    `whole`: parts that somebody must add up are no use.
-    """
+def cut_for(x: Tensor, weight: Tensor, *, gated: bool = False) -> Cut | None:
+    """How `wide` should cut x @ weight.T, or None where it does not serve or is not faster."""
     if not 16 < len(x) <= _MOST_ROWS or x.dtype != torch.bfloat16 or not available(x.device):
         return None
-    return choose(*weight.shape, whole=whole or gated, at_once=processors(x.device))
+    return choose(*weight.shape, gated=gated, at_once=processors(x.device))
 
 
-def choose(columns: int, inner: int, *, whole: bool, at_once: int) -> Cut | None:
-    """The cut that gives nearly every multiprocessor one program, with the fewest parts.
+def choose(columns: int, inner: int, *, gated: bool, at_once: int) -> Cut | None:
+    """The cut that gives nearly every multiprocessor one program, with tiles of 64 rows or more.
 
     None for weights too small or too large for that: the stock products serve those.
     """
-    for split in (1,) if whole else (1, 2, 4):
+    for split in (1,) if gated else (1, 2, 4):
         for tile in _TILES:
-            fits = columns % tile == 0 and inner % (_BLOCK * split) == 0
+            fits = columns % tile == tile % (8 * split) == inner % (_BLOCK * split) == 0
             if fits and 0.9 * at_once <= columns // tile * split <= at_once:
                 return Cut(tile, split)
     return None
 
 
 def wide(x: Tensor, weight: Tensor, cut: Cut, *, gated: bool = False) -> Tensor:
-    """The product x @ weight.T: bfloat16 [rows, columns], or its parts, float32
-    [split, rows, columns].
+    """The product x @ weight.T, bfloat16 [rows, columns].
 
-    `x` bfloat16 [rows, inner], `weight` [columns, inner], both contiguous; at most 192 rows.
+    `x` bfloat16 [rows, inner], `weight` [columns, inner], both contiguous; at most 128 rows.
     `gated`: `weight` [2 * columns, inner], and silu(first half) * second half, [rows, columns].
     """
     (rows, inner), total = x.shape, weight.shape[0]
@@ -74,17 +71,15 @@ def wide(x: Tensor, weight: Tensor, cut: Cut, *, gated: bool = False) -> Tensor:
     groups = -(-rows // _GROUP)
     if total % cut.tile or inner % (_BLOCK * cut.split) or rows > _MOST_ROWS:
         raise ValueError(f"{tuple(x.shape)} by {tuple(weight.shape)} cannot be cut into {cut}")
-    parts = cut.split > 1
-    shape = (cut.split, rows, columns) if parts else (rows, columns)
-    out = torch.empty(shape, dtype=torch.float32 if parts else x.dtype, device=x.device)
+    out = x.new_empty(rows, columns)
     stage = (groups * _GROUP + cut.tile) * _BLOCK * 2
     stages = min(_STAGES, _ROOM // stage)
     defined = {
         "GROUPS": groups,
         "TILE": cut.tile,
+        "SPLIT": cut.split,
         "STAGES": stages,
         "GATED": int(gated),
-        "PARTS": int(parts),
     }
     kernel = compiled(
         "wide",
