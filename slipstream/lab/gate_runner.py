@@ -189,6 +189,7 @@ def audit_measured(
         return
 
     def answers(arm: str) -> list[Sample]:
+        on_event(f"gate lossless: {arm}")
         return [
             replace(sample, id=_name(cell.sampling == "greedy", cell.slug, sample.id))
             for cell in grid.cells
@@ -241,7 +242,6 @@ class _Gates:
         control = compare(tasks.control, again)
         self._result(judge.lossless_baseline(arms[0], control))
         for arm in arms[1:]:
-            self.on_event(f"gate lossless: {arm}")
             found = compare(judge.asked(arm, tasks.lossless), answers(arm))
             self._result(judge.judge_lossless(arm, found, control=control))
 

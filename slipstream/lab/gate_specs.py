@@ -61,7 +61,8 @@ class LosslessGate:
     width.
 
     `measured`: compare the answers of the cells' first repeat instead of asking for more; the
-    control asks the baseline `prompts` of them again, of each sampling mode. Needs a greedy cell.
+    control asks the baseline `prompts` of them again, of each sampling mode. A grid without a
+    greedy cell has none to compare: then it is `prompts` of `traffic` that are asked.
     """
 
     prompts: int = 8
