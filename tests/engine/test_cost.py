@@ -55,6 +55,12 @@ def test_values_that_make_no_sense_are_one_sentence(case, says):
         measure(tiny_model(max_position_embeddings=4096), case, bandwidth=1e12)
 
 
+def test_heads_that_no_graph_serves_are_one_sentence():
+    odd = tiny_model(layers=6, max_position_embeddings=1024, head_dim=24)
+    with pytest.raises(InvalidConfig, match="'mtp:2'; its heads are of a size"):
+        _engine(odd, Case("mtp:2", 1, 8), lane=True)
+
+
 def test_drafters_that_do_not_fit_are_one_sentence():
     target = read_shape(EMBEDDED)
     for spec, says in (
