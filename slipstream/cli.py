@@ -198,12 +198,16 @@ def _show(result: GridResult, folder: Path) -> None:
 
 
 @app.command(
-    epilog="Example: `slipstream cost config.json --drafter none --drafter dflash:7 --acceptance 4`"
+    epilog="Example: `slipstream cost config.json --drafter none --drafter mtp:3 --acceptance 2`"
 )
 def cost(
     config: Annotated[Path, typer.Argument(help="A Hugging Face config.json; no weights needed.")],
     drafter: Annotated[
-        list[str] | None, typer.Option(help="none, ngram:3, suffix, dflash:7; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="none, ngram:3, suffix, mtp:3, eagle3:4, dflash:7, dflash2:7, dspark:7 or, for "
+            "the shape of a checkpoint, dspark:FOLDER:7; may be repeated."
+        ),
     ] = None,
     users: Annotated[list[int] | None, typer.Option(help="Users; may be repeated.")] = None,
     context: Annotated[int, typer.Option(help="Prompt tokens a user.")] = 1024,
@@ -213,7 +217,7 @@ def cost(
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     out: Annotated[Path | None, typer.Option(help="Append the numbers as JSON lines.")] = None,
 ) -> None:
-    """What a model and a drafter of this shape would cost on this GPU, with random weights."""
+    """What a model and a drafter of this shape would cost on this machine, with random weights."""
     from slipstream.cost_command import run_cost
 
     run_cost(

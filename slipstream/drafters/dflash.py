@@ -173,6 +173,13 @@ def create(spec: DrafterSpec, context: DrafterContext) -> DFlashDrafter:
     `InvalidConfig` for more draft tokens than its block holds.
     """
     flash = load_dflash(weights.folder(spec, context), context.target.model)
+    return assembled(flash, spec, context)
+
+
+def assembled(flash: DFlash, spec: DrafterSpec, context: DrafterContext) -> DFlashDrafter:
+    """A drafter of these weights. Raises `InvalidConfig` for more draft tokens than its block
+    holds.
+    """
     most = flash.config.block_size - 1
     if spec.draft_len > most:
         raise InvalidConfig(

@@ -143,6 +143,13 @@ def create(spec: DrafterSpec, context: DrafterContext) -> DFlash2Drafter:
     `InvalidConfig` for more draft tokens than its block holds.
     """
     flash2 = load_dflash2(weights.folder(spec, context), context.target.model)
+    return assembled(flash2, spec, context)
+
+
+def assembled(flash2: DFlash2, spec: DrafterSpec, context: DrafterContext) -> DFlash2Drafter:
+    """A drafter of these weights. Raises `InvalidConfig` for more draft tokens than its block
+    holds.
+    """
     most = flash2.config.flash.block_size - 1
     if spec.draft_len > most:
         raise InvalidConfig(

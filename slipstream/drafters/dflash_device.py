@@ -9,7 +9,7 @@ bring a `Walk` that turns the block's logits into tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +20,7 @@ from slipstream.models.cuda.attention import Tiles
 from slipstream.models.cuda.layers import Flat, product, run_layers
 from slipstream.models.cuda.norm import rms_norm
 from slipstream.models.cuda.rope import rotate_and_store
-from slipstream.models.dense import Model
-from slipstream.models.dflash import DFlash, DFlashConfig, from_tensors
+from slipstream.models.dflash import DFlash
 from slipstream.sampling.fused import Chooser
 from slipstream.target.device import scratch_of, splits_for
 from slipstream.target.graphs import Step
@@ -29,31 +28,6 @@ from slipstream.target.slots import prepare
 
 _TILE = 128
 """Most (token, query head) pairs of a tile; larger blocks are cut into several."""
-
-
-def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
-    """Feature indices `hs[i]` evenly from the output of layer 1 to that of layer n - 3."""
-    if count == 1:
-        return (num_layers // 2 + 1,)
-    return tuple(round(1 + i * (num_layers - 4) / (count - 1)) + 1 for i in range(count))
-
-
-def random_weights(target: Model, *, layers: int, taps: int, block_size: int, seed: int) -> DFlash:
-    """A drafter of the target's width, its matrices drawn from N(0, 0.02) and norms of ones;
-    embedding and head are the target's. For cost measurements.
-    """
-    c = target.config
-    own = replace(c, num_layers=layers, rope=(True,) * layers, windows=(None,) * layers)
-    config = DFlashConfig(own, block_size, 0, default_taps(c.num_layers, taps))
-    generator = torch.Generator(target.device).manual_seed(seed)
-
-    def drawn(shape: tuple[int, ...]) -> Tensor:
-        values = torch.empty(shape, dtype=target.dtype, device=target.device)
-        return (
-            values.fill_(1.0) if len(shape) == 1 else values.normal_(0, 0.02, generator=generator)
-        )
-
-    return from_tensors(config, {name: drawn(s) for name, s in config.shapes.items()}, target)
 
 
 class Walk(Protocol):

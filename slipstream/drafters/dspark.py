@@ -111,6 +111,13 @@ def create(spec: DrafterSpec, context: DrafterContext) -> DSparkDrafter:
     `InvalidConfig` for more draft tokens than its block holds.
     """
     spark = load_dspark(weights.folder(spec, context), context.target.model)
+    return assembled(spark, spec, context)
+
+
+def assembled(spark: DSpark, spec: DrafterSpec, context: DrafterContext) -> DSparkDrafter:
+    """A drafter of these weights. Raises `InvalidConfig` for more draft tokens than its block
+    holds.
+    """
     most = spark.config.draft_len
     if spec.draft_len > most:
         raise InvalidConfig(

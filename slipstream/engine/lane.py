@@ -108,7 +108,7 @@ class Lane:
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
         self._cuda = model.device.type == "cuda"
-        self._clock = cuda_clock if self._cuda else _HostClock
+        self._clock = cuda_clock if self._cuda else HostClock
 
     # --- who may use it ----------------------------------------------------------------------
 
@@ -346,14 +346,16 @@ def cuda_clock() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class _HostClock:
-    """An event where launches are synchronous: Triton's interpreter, in tests."""
+class HostClock:
+    """An event where launches are synchronous: on a CPU."""
 
     def record(self) -> None:
+        """The event is now."""
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
         """Nothing runs behind the host's back."""
 
-    def elapsed_time(self, end: _HostClock) -> float:
+    def elapsed_time(self, end: HostClock) -> float:
+        """Milliseconds until another event."""
         return (end.at - self.at) * 1e3

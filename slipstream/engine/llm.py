@@ -233,8 +233,12 @@ class LLM:
         return ids
 
     @torch.inference_mode()
-    def score(self, prompt: Seq[int], output: Seq[int]) -> tuple[list[float], list[int]]:
-        """Teacher-forced top-2 logit margin and argmax at each output position (plain logits)."""
+    def score(
+        self, prompt: Seq[int], output: Seq[int]
+    ) -> tuple[list[float], list[int], list[float]]:
+        """Teacher-forced, at each output position (plain logits): top-2 margin, argmax, and how far
+        below the likeliest token the given one lies.
+        """
         target, tokens = self.engine.target, [*prompt, *output]
         table = PageTable(target.pool, expected_tokens=len(tokens))
         if not table.reserve(len(tokens)):
@@ -243,6 +247,7 @@ class LLM:
             )
         margins: list[float] = []
         best: list[int] = []
+        gaps: list[float] = []
         try:
             # Position i's logits come from feeding token i - 1; the last token is never fed.
             start = 0
@@ -250,13 +255,17 @@ class LLM:
                 end = min(start + SCORE_POSITIONS, len(tokens) - 1)
                 wanted = min(end - start, max(0, end - (len(prompt) - 1)))
                 rows = [ForwardRow(tokens[start:end], start, table.pages, wanted)]
-                top = target.forward(rows).logits.float().topk(2, dim=-1)
+                logits = target.forward(rows).logits.float()
+                top = logits.topk(2, dim=-1)
+                given = torch.tensor(tokens[end + 1 - wanted : end + 1], device=logits.device)
+                own = logits.gather(1, given.unsqueeze(1))[:, 0]
+                gaps += (top.values[:, 0] - own).tolist()
                 margins += (top.values[:, 0] - top.values[:, 1]).tolist()
                 best += top.indices[:, 0].tolist()
                 start = end
         finally:
             table.release()
-        return margins, best
+        return margins, best, gaps
 
 
 def as_prompts(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -56,11 +56,17 @@ class JsonGate:
 class LosslessGate:
     """Compare an arm's tokens with the baseline's, fork by fork.
 
-    `tolerance` is the top-2 logit margin (nats) under which a greedy fork is numeric. The control
-    is the baseline against itself at `control_users`, i.e. at another batch width.
+    `tolerance` is the distance (nats) from the target's likeliest token within which a greedy fork
+    is numeric. The control is the baseline against itself at `control_users`, i.e. at another batch
+    width.
+
+    `measured`: compare the answers of the cells' first repeat instead of asking for more; the
+    control asks the baseline `prompts` of them again, of each sampling mode. A grid without a
+    greedy cell has none to compare: then it is `prompts` of `traffic` that are asked.
     """
 
     prompts: int = 8
+    measured: bool = False
     traffic: str = "code"
     max_tokens: int = 64
     users: int = 8

@@ -174,6 +174,14 @@ def lossless_requests(gate: LosslessGate, grid: Grid, count_tokens: CountTokens)
     ]
 
 
+def asked(arm: str, requests: Sequence[Request]) -> list[Request]:
+    """The requests whose answers `judge_lossless` compares for an arm: sampled ones say nothing of
+    a drafter that draws by itself.
+    """
+    equal_seeds = arm.split(":")[0] in SAME_SEED_SAME_TOKENS
+    return [r for r in requests if equal_seeds or r.params.greedy]
+
+
 def first_fork(first: Sequence[int], second: Sequence[int]) -> int | None:
     """Position of the first difference (an earlier end is one); None if there is none."""
     for position, (a, b) in enumerate(zip(first, second, strict=False)):
@@ -185,23 +193,28 @@ def first_fork(first: Sequence[int], second: Sequence[int]) -> int | None:
 def classify(
     request: Request, first: Sequence[int], second: Sequence[int], *, score: Score, tolerance: float
 ) -> tuple[ForkKind, float | None]:
-    """Kind of the first fork of two greedy outputs, and the target's top-2 margin there.
+    """Kind of the first fork of two greedy outputs, and how far below the target's likeliest token
+    there the less likely of the two lies (the top-2 margin where one of the two just ended).
 
-    Numeric: margin within `tolerance` nats, and the target's own choice is one of the two tokens.
-    A fork that cannot be scored is suspect.
+    Numeric: within `tolerance` nats. Then rounding can have decided, also between three tokens. A
+    fork that cannot be scored is suspect.
     """
     position = first_fork(first, second)
     if position is None:
         return ForkKind.IDENTICAL, None
-    longer = first if len(first) > position else second
-    scores = score(request, longer[: position + 1])
-    if scores is None or len(scores.margins) <= position:
-        return ForkKind.SUSPECT, None
-    margin = scores.margins[position]
-    options = {out[position] for out in (first, second) if len(out) > position}
-    plausible = len(options) == 1 or scores.argmax[position] in options
-    numeric = margin <= tolerance and plausible
-    return (ForkKind.NUMERIC if numeric else ForkKind.SUSPECT), margin
+    there = [out for out in (second, first) if len(out) > position]
+    margins: list[float] = []
+    for out in there:
+        scores = score(request, out[: position + 1])
+        if scores is None or len(scores.gaps) <= position:
+            return ForkKind.SUSPECT, None
+        margins.append(scores.gaps[position])
+        if len(there) == 1:
+            margins.append(scores.margins[position])
+        elif scores.argmax[position] == there[1][position]:
+            break  # the other one is the likeliest: nothing to ask
+    margin = max(margins)
+    return (ForkKind.NUMERIC if margin <= tolerance else ForkKind.SUSPECT), margin
 
 
 def audit(
@@ -240,7 +253,7 @@ def audit(
 
 
 def judge_lossless(arm: str, found: Audit | None, *, control: Audit | None) -> GateResult:
-    """Fail on more suspect forks than the control has, or on sampled forks beyond its rate.
+    """Fail on suspect forks at more than the control's rate, or on sampled forks beyond its rate.
 
     The control is the baseline against itself at another batch width. Sampled outputs are compared
     only for drafters that use no randomness of their own.
@@ -251,7 +264,7 @@ def judge_lossless(arm: str, found: Audit | None, *, control: Audit | None) -> G
     equal_seeds = arm.split(":")[0] in SAME_SEED_SAME_TOKENS
     status, value = GateStatus.PASS, found.suspect / found.greedy
     evidence = f"{found.text}; control: {control.text}"
-    if found.suspect > control.suspect:
+    if found.suspect * control.greedy > control.suspect * found.greedy:
         status = GateStatus.FAIL
         evidence = f"More suspect forks than the control: {evidence}"
     elif equal_seeds and stats.more(

@@ -9,26 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from slipstream import provenance
-from slipstream.errors import InvalidConfig, LedgerError
+from slipstream.errors import LedgerError
 from slipstream.lab import gate_runner, ledger, traffic
 from slipstream.lab.backends import open_backend
 from slipstream.lab.backends.base import Backend, TargetInfo
 from slipstream.lab.events import Event, Kind, OnEvent, duration, ignore
-from slipstream.lab.grid import Cell, Grid
+from slipstream.lab.grid import Grid
 from slipstream.lab.pace import Pace
+from slipstream.lab.prepared import Block, Prepared
 from slipstream.lab.prompts import Prompt, copy_overlap, from_file
 from slipstream.lab.samples import Request, Sample, by_unit, window
 from slipstream.version import __version__
-
-TEMPLATE_TOKENS = 64  # what a chat template and a salt add to a prompt, generously
-DRAFT_ROOM = 64  # positions past the answer that a draft may take
-
-Block = tuple[str, int]
 
 
 def run_grid(
@@ -59,7 +54,7 @@ def run_grid(
         grid = grid.quickened()
     backend = backend or open_backend(grid)
     try:
-        prepared = _Prepared(grid, backend, own)
+        prepared = Prepared(grid, backend, own)
         machine = provenance.machine_key(provenance.machine())
         grid_hash = grid.hash(backend.info.fingerprint, __version__, prepared.digest)
         found = ledger.latest_unfinished(root, grid_hash=grid_hash, machine=machine)
@@ -88,92 +83,10 @@ def _new_directory(root: Path, name: str) -> Path:
     raise LedgerError(f"{root} already holds a hundred runs of this second; wait a moment.")
 
 
-class _Prepared:
-    """A grid with its prompts, checked against the target before anything is measured."""
-
-    def __init__(self, grid: Grid, backend: Backend, own: Sequence[Prompt] | None) -> None:
-        self.grid, self.backend = grid, backend
-        self.cells = {cell.slug: cell for cell in grid.cells}
-        self.prompts = {
-            cell.slug: traffic.cell_prompts(grid, cell, count_tokens=backend.count_tokens, own=own)
-            for cell in grid.cells
-        }
-        self.gate_tasks = gate_runner.prepare(grid, backend.count_tokens)
-        self._lengths: dict[str, int] = {}
-        self.prompt_tokens = {
-            slug: float(sum(map(self._length, repeats[0])))
-            for slug, repeats in self.prompts.items()
-        }
-        for cell in grid.cells:
-            self._check_room(cell, backend.info)
-
-    @property
-    def digest(self) -> str:
-        """Changes with any prompt."""
-        texts = [p.content() for repeats in self.prompts.values() for one in repeats for p in one]
-        return hashlib.sha256("\0".join(texts).encode()).hexdigest()
-
-    @property
-    def users(self) -> int:
-        """Most requests in flight at once, gates included."""
-        return max(*(c.users for c in self.grid.cells), gate_runner.users(self.grid.gates), 1)
-
-    @property
-    def kv_tokens(self) -> int:
-        """Room for the dearest wave, so that no arm is ever short of pages."""
-        most = gate_runner.kv_tokens(self.grid.gates)
-        for cell in self.grid.cells:
-            lengths = sorted(map(self._length, self._all(cell)), reverse=True)[: cell.users]
-            most = max(most, sum(lengths) + cell.users * (cell.max_tokens + DRAFT_ROOM))
-        warmup = self.backend.count_tokens(traffic.WARMUP) + TEMPLATE_TOKENS + DRAFT_ROOM
-        return max(most, self.users * (warmup + self.grid.warmup_tokens))
-
-    def units(self, block: Block) -> list[list[Request]]:
-        """Requests of a block, prompt by prompt or wave by wave."""
-        slug, repeat = block
-        return traffic.cell_requests(
-            self.grid, self.cells[slug], repeat, self.prompts[slug][repeat]
-        )
-
-    def lint(self) -> dict[str, list[str]]:
-        """Cell slug -> why its rows must not be published."""
-        info = self.backend.info
-        found = {c.slug: traffic.lint(self._distinct(c), info) for c in self.grid.cells}
-        return {slug: reasons for slug, reasons in found.items() if reasons}
-
-    def tokens_of(self, requests: Sequence[Request]) -> float:
-        """Prompt tokens of `requests` together."""
-        return float(sum(self._length(request.prompt) for request in requests))
-
-    def _all(self, cell: Cell) -> list[Prompt]:
-        return [p for one in self.prompts[cell.slug] for p in one]
-
-    def _distinct(self, cell: Cell) -> list[Prompt]:
-        repeats = self.prompts[cell.slug]
-        return self._all(cell) if cell.fresh_prompts else repeats[0]
-
-    def _length(self, prompt: Prompt) -> int:
-        """Tokens of a prompt, counted once."""
-        text = prompt.content()
-        if text not in self._lengths:
-            self._lengths[text] = self.backend.count_tokens(text) + TEMPLATE_TOKENS
-        return self._lengths[text]
-
-    def _check_room(self, cell: Cell, info: TargetInfo) -> None:
-        if info.context is None:
-            return
-        longest = max(map(self._length, self._all(cell)))
-        if longest + cell.max_tokens > info.context:
-            raise InvalidConfig(
-                f"Cell {cell.name} needs {longest} prompt tokens and {cell.max_tokens} more, and "
-                f"{info.target} holds {info.context}; lower document_tokens or max_tokens."
-            )
-
-
 class _Run:
     """One start of a grid, from the first warm-up to the last block that fits."""
 
-    def __init__(self, prepared: _Prepared, book: ledger.Ledger, on_event: OnEvent) -> None:
+    def __init__(self, prepared: Prepared, book: ledger.Ledger, on_event: OnEvent) -> None:
         self.prepared, self.book, self.on_event = prepared, book, on_event
         self.grid, self.backend = prepared.grid, prepared.backend
         self.started = time.monotonic()
@@ -248,10 +161,16 @@ class _Run:
         self.book.append({"kind": "session", **facts})
 
     def _warm_up(self) -> None:
-        """Every arm at every number of users that is left; thrown away, but for the pace."""
+        """Every arm at every number of users that is left; thrown away, but for the pace.
+
+        Gates that are still to be asked warm the arms they ask; then only the baseline is left, for
+        the pace.
+        """
+        asked = gate_runner.to_be_asked(self.grid, self.book.records)
+        arms = [arm for arm in self.grid.arms if arm == self.grid.baseline or arm not in asked]
         for users in sorted({self.prepared.cells[slug].users for slug, _ in self.todo}):
             requests = traffic.warmup_requests(self.grid, users=users)
-            for arm in self.grid.arms:
+            for arm in arms:
                 self._progress_text(f"warm-up: {arm}, {users} users")
                 self.backend.reset(arm)
                 samples = self.backend.run(arm, requests, users=users)
@@ -273,6 +192,8 @@ class _Run:
         """Measure what fits; returns the blocks that did not."""
         left = []
         for block in list(self.todo):
+            if block[1]:
+                self._audit()
             budget = self._budget_left()
             if budget is not None and self._estimate(block) > budget:
                 left.append(block)
@@ -281,7 +202,18 @@ class _Run:
             self._measure(block)
             self.todo.remove(block)
             self.share = 0.0
+        self._audit()
         return left
+
+    def _audit(self) -> None:
+        """The lossless gate on the answers of the first repeat, as soon as all cells have one."""
+        gate_runner.audit_measured(
+            self.grid,
+            self.prepared.gate_tasks,
+            backend=self.backend,
+            book=self.book,
+            on_event=self._progress_text,
+        )
 
     def _measure(self, block: Block) -> None:
         slug, repeat = block

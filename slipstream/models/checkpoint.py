@@ -38,6 +38,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def config_file(path: Path) -> Path:
+    """The config of a folder, or the file itself where one is named."""
+    return path if path.is_file() else path / "config.json"
+
+
 def read_config(directory: Path) -> ModelConfig:
     """The model's config; `generation_config.json` overrides its end-of-sequence ids."""
     hf = read_json(directory / "config.json")

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.models.checkpoint import compare_tensors, opened, read_json
+from slipstream.models.checkpoint import compare_tensors, config_file, opened, read_json
 from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model, build, expected_shapes
 from slipstream.models.layers import Norm, rms_norm, rotate_
@@ -117,7 +117,7 @@ class DFlash:
 
 def read_dflash_config(folder: Path) -> DFlashConfig:
     """The config of a checkpoint folder. Raises `ModelError` where it is not one of DFlash."""
-    hf = flattened(read_json(folder / "config.json"), "dflash", source=str(folder))
+    hf = flattened(read_json(config_file(folder)), "dflash", source=str(folder))
     if ARCHITECTURE not in (hf.get("architectures") or ()):
         raise ModelError(
             f"{folder} is no DFlash drafter: its config's architectures are "

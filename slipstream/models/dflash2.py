@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ModelError
-from slipstream.models.checkpoint import read_json
+from slipstream.models.checkpoint import config_file, read_json
 from slipstream.models.dense import Model
 from slipstream.models.dflash import (
     DFlash,
@@ -116,7 +116,7 @@ def bonds(before: Tensor, projected: Tensor, after: Tensor) -> Tensor:
 
 def read_dflash2_config(folder: Path) -> DFlash2Config:
     """The config of a checkpoint folder. Raises `ModelError` where it is not one of DFlash2."""
-    hf = read_json(folder / "config.json")
+    hf = read_json(config_file(folder))
     names = hf.get("architectures") or ()
     if not set(names) & set(ARCHITECTURES):
         raise ModelError(

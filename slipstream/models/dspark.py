@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.errors import ModelError
-from slipstream.models.checkpoint import read_json
+from slipstream.models.checkpoint import config_file, read_json
 from slipstream.models.dense import Model
 from slipstream.models.dflash import (
     SCALES,
@@ -141,7 +141,7 @@ def read_dspark_config(folder: Path) -> DSparkConfig:
 
     Raises `ModelError` where it is not one of DSpark.
     """
-    hf = flattened(read_json(folder / "config.json"), "dspark", source=str(folder))
+    hf = flattened(read_json(config_file(folder)), "dspark", source=str(folder))
     names = hf.get("architectures") or ()
     if not set(names) & set(ARCHITECTURES):
         raise ModelError(

@@ -18,12 +18,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.errors import ModelError
-from slipstream.models.checkpoint import compare_tensors, opened, read_json
+from slipstream.models.checkpoint import compare_tensors, config_file, opened, read_json
 from slipstream.models.config import ModelConfig, from_hf
 from slipstream.models.dense import Model, build_layer, expected_shapes
 from slipstream.models.layers import Norm
 from slipstream.models.linear import pack
-from slipstream.models.mtp_gated import PREFIX, load_gated
+from slipstream.models.mtp_gated import (
+    PREFIX,
+    GatedConfig,
+    gated_config,
+    is_gated,
+    load_gated,
+)
 from slipstream.models.mtp_head import MtpHead
 from slipstream.models.reduced import check_mapping, target_ids
 from slipstream.models.rope import RopeTable
@@ -78,6 +84,25 @@ def head_config(
     return MtpConfig(layer, target.num_layers, draft_vocab)
 
 
+def read_mtp_config(path: Path, target: ModelConfig) -> MtpConfig | GatedConfig:
+    """The shape that a folder or `config.json` alone says: of a head, or of a target that holds
+    one. Raises `ModelError` for what is not read and for a head of another target.
+    """
+    hf = read_json(config_file(path))
+    if is_gated(hf):
+        return gated_config(hf, target, source=str(path))
+    _same_target(hf, target, path)
+    return _own_config(hf, target)
+
+
+def _own_config(hf: Mapping[str, Any], target: ModelConfig) -> MtpConfig:
+    return head_config(
+        target,
+        intermediate_size=hf.get("intermediate_size"),
+        draft_vocab=hf.get("draft_vocab_size"),
+    )
+
+
 def load_mtp(folder: Path, target: Model) -> MtpHead:
     """Read a head for a target: a folder of its own, or the target's checkpoint that holds one.
 
@@ -94,11 +119,7 @@ def load_mtp(folder: Path, target: Model) -> MtpHead:
                 source=str(folder),
             )
         _same_target(hf, target.config, folder)
-        config = head_config(
-            target.config,
-            intermediate_size=hf.get("intermediate_size"),
-            draft_vocab=hf.get("draft_vocab_size"),
-        )
+        config = _own_config(hf, target.config)
         names = {
             n: h
             for n, h in handles.items()

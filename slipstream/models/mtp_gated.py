@@ -29,6 +29,7 @@ from slipstream.models.rope import RopeTable, paired
 
 ARCHITECTURE = "Qwen3_5MTP"
 PREFIX = "mtp."
+QWEN = ("qwen3_5", "qwen3_next")
 _EXPERTS = ("mlp.experts.", "mlp.gate.", "mlp.shared_expert")
 # Values of keys that the head would need more for than is here.
 _ONLY: dict[str, Any] = {
@@ -72,6 +73,13 @@ class GatedConfig:
         return shapes
 
 
+def is_gated(hf: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is of this family: a head's own, or a target's that holds one."""
+    kinds = [hf.get("model_type"), (hf.get("text_config") or {}).get("model_type")]
+    named = ARCHITECTURE in (hf.get("architectures") or ())
+    return named or any(str(kind).startswith(QWEN) for kind in kinds)
+
+
 def gated_config(
     hf: Mapping[str, Any], target: ModelConfig, *, source: str, names: Collection[str] = ()
 ) -> GatedConfig:
@@ -90,7 +98,7 @@ def gated_config(
         if own.get(key) not in (None, only):
             raise ModelError(f"{source} sets {key} = {own[key]!r}; only {only!r} is supported.")
     rope = dict(own.get("rope_parameters") or own.get("rope_scaling") or {})
-    qwen = str(own.get("model_type")).startswith(("qwen3_5", "qwen3_next"))
+    qwen = str(own.get("model_type")).startswith(QWEN)
     top = own.pop("partial_rotary_factor", None)
     partial = rope.pop("partial_rotary_factor", None) or top or (0.25 if qwen else 1.0)
     own["rope_parameters"] = rope or None

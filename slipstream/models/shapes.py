@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -37,6 +38,12 @@ def random_model(
     Raises `ModelError` where the device has no room for them.
     """
     shapes = expected_shapes(config)
+    size = sum(torch.Size(s).numel() for s in shapes.values()) * dtype.itemsize / 2**30
+    if device.type == "cpu" and size > (whole := memory()):
+        raise ModelError(
+            f"The weights of this shape need {size:.1f} GiB, more than the {whole:.1f} this "
+            "machine has; use a GPU or a smaller shape."
+        )
     generator = torch.Generator(device).manual_seed(seed)
 
     def get(name: str) -> Tensor:
@@ -49,22 +56,11 @@ def random_model(
     try:
         return build(config, get)
     except torch.OutOfMemoryError as error:
-        size = sum(torch.Size(s).numel() for s in shapes.values()) * dtype.itemsize / 2**30
         raise ModelError(
             f"The weights of this shape need {size:.1f} GiB, more than {device} has free."
         ) from error
 
 
-def weight_bytes(model: Model) -> int:
-    """Bytes a forward reads: every layer, the final norm and the head, once."""
-    layers = [
-        tensor
-        for layer in model.layers
-        for tensor in (
-            layer.qkv.weight,
-            layer.out.weight,
-            layer.gate_up.weight,
-            layer.down.weight,
-        )
-    ]
-    return sum(t.numel() * t.element_size() for t in [*layers, model.head.weight])
+def memory() -> float:
+    """GiB of memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30

@@ -120,7 +120,10 @@ def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path):
 
 def test_scores_are_the_margins_of_the_models_own_greedy_answer(llm):
     (done,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True))
-    margins, best = llm.score([5, 6, 7], done.token_ids)
+    margins, best, gaps = llm.score([5, 6, 7], done.token_ids)
+    assert set(gaps) == {0.0}
+    other = [*done.token_ids[:3], (done.token_ids[3] + 1) % 300]
+    assert llm.score([5, 6, 7], other)[2][3] >= margins[3] > 0
     assert tuple(best) == done.token_ids
     assert len(margins) == 8
     assert min(margins) >= 0

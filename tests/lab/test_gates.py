@@ -134,7 +134,12 @@ def knows(grid: Grid) -> Callable[[Request], Words]:
 
 
 def scores(margin: float, best: int) -> Callable[[Request, Sequence[int]], Scores]:
-    return lambda request, ids: Scores((margin,) * len(ids), (best,) * len(ids))
+    """Every token but the best lies `margin` below it."""
+    return lambda request, ids: Scores(
+        (margin,) * len(ids),
+        (best,) * len(ids),
+        tuple(0.0 if token == best else margin for token in ids),
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +150,8 @@ def scores(margin: float, best: int) -> Callable[[Request, Sequence[int]], Score
         ([1, 2, 3], [1, 7, 3], 0.1, 7, ForkKind.NUMERIC),
         ([1, 2, 3], [1, 7, 3], 0.25, 7, ForkKind.NUMERIC),
         ([1, 2, 3], [1, 7, 3], 0.26, 7, ForkKind.SUSPECT),
-        ([1, 2, 3], [1, 7, 3], 0.1, 5, ForkKind.SUSPECT),  # the target wanted neither
+        ([1, 2, 3], [1, 7, 3], 0.1, 5, ForkKind.NUMERIC),  # a near tie of three
+        ([1, 2, 3], [1, 7, 3], 0.3, 5, ForkKind.SUSPECT),  # the target wanted neither
         ([1, 2], [1, 2, 3], 0.1, 3, ForkKind.NUMERIC),  # one ended, in a near tie
         ([1, 2], [1, 2, 3], 4.0, 3, ForkKind.SUSPECT),  # one leaked past its end
     ],
@@ -155,6 +161,24 @@ def test_classify(
 ) -> None:
     found, _ = gates.classify(REQUEST, first, second, score=scores(margin, best), tolerance=0.25)
     assert found is kind
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "best", "kind"),
+    [(2, 7, 2, ForkKind.SUSPECT), (7, 2, 2, ForkKind.SUSPECT), (2, 5, 9, ForkKind.NUMERIC)],
+)
+def test_the_second_best_being_near_excuses_no_third(
+    first: int, second: int, best: int, kind: ForkKind
+) -> None:
+    """Tokens 2, 5 and 9 are near ties; 7 was never likely."""
+
+    def score(request: Request, ids: Sequence[int]) -> Scores:
+        gaps = tuple(4.0 if token == 7 else 0.0 if token == best else 0.1 for token in ids)
+        return Scores((0.1,) * len(ids), (best,) * len(ids), gaps)
+
+    found, margin = gates.classify(REQUEST, [first], [second], score=score, tolerance=0.25)
+    assert found is kind
+    assert margin == (4.0 if kind is ForkKind.SUSPECT else 0.1)
 
 
 def test_what_cannot_be_scored_is_suspect() -> None:
@@ -173,6 +197,8 @@ def audit(suspect: int, forks: int, *, numeric: int = 0) -> Audit:
         ("ngram:3", audit(0, 2, numeric=5), audit(0, 1), GateStatus.PASS),
         ("ngram:3", audit(1, 0), audit(0, 0), GateStatus.FAIL),
         ("ngram:3", audit(1, 0), audit(1, 0), GateStatus.PASS),  # no more than the control
+        ("ngram:3", Audit(32, 0, 2, None, 0, 0), audit(1, 0), GateStatus.PASS),  # a smaller share
+        ("ngram:3", Audit(4, 0, 1, None, 0, 0), audit(1, 0), GateStatus.FAIL),
         ("ngram:3", audit(0, 7), audit(0, 0), GateStatus.FAIL),
         ("draft_model:x:4", audit(0, 8), audit(0, 0), GateStatus.PASS),  # has its own uniforms
         ("ngram:3", None, audit(0, 0), GateStatus.NOT_APPLICABLE),
@@ -216,6 +242,88 @@ def test_near_ties_that_the_control_has_too_are_no_fault(
     control = result(found, "lossless", "none")
     assert control.status is GateStatus.NOT_APPLICABLE
     assert "6 numeric forks" in control.evidence
+
+
+# --- the audit of measured answers --------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(table: dict[str, Any]) -> Grid:
+    """The gate takes its answers from the cells."""
+    table["gates"]["lossless"] |= {"measured": True, "prompts": 2}
+    return from_table(table, name="sim")
+
+
+def lossless_runs(backend: Simulated) -> list[tuple[str, int, tuple[str, ...]]]:
+    return [run for run in backend.runs if run[2][0].startswith(("greedy", "sampled"))]
+
+
+def test_measured_answers_are_audited_and_only_the_control_is_asked(
+    measured: Grid, simulated: Make, tmp_path: Path
+) -> None:
+    backend = simulated()
+    found = run(measured, backend, tmp_path)
+    assert result(found, "lossless").status is GateStatus.PASS
+    assert "8 of 8 greedy outputs identical" in result(found, "lossless").evidence
+    assert "3 of 3 sampled identical" in result(found, "lossless").evidence
+    ((name, users, ids),) = lossless_runs(backend)
+    assert (name, users) == ("none", 2)
+    assert [i.rsplit("-", 2)[0] for i in ids] == ["greedy-code-x4-greedy"] * 2 + [
+        "sampled-chat-x1-sampled"
+    ] * 2
+
+
+def test_a_lossy_arm_is_found_in_what_was_measured(
+    measured: Grid, simulated: Make, tmp_path: Path
+) -> None:
+    def lossy(request: Request, words: Words, users: int) -> Words:
+        return flip_last(request, words, users) if request.id.startswith("code") else words
+
+    backend = simulated(arm(lossy))
+    assert result(run(measured, backend, tmp_path), "lossless").status is GateStatus.FAIL
+
+
+def test_an_unfinished_first_repeat_is_not_judged_yet(
+    measured: Grid, simulated: Make, tmp_path: Path
+) -> None:
+    class Stopped(Simulated):
+        def run(self, arm: str, requests: Sequence[Request], *, users: int) -> Any:
+            if requests[0].id.startswith("code"):
+                raise KeyboardInterrupt
+            return super().run(arm, requests, users=users)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(measured, root=tmp_path, backend=Stopped(simulated().arms))
+    (directory,) = tmp_path.iterdir()
+    assert result(analyze(directory).gates, "lossless").status is GateStatus.MISSING
+    assert result(run(measured, simulated(), tmp_path), "lossless").status is GateStatus.PASS
+    lines = [r for r in ledger.read(directory) if r["kind"] == "gate" and r["gate"] == "lossless"]
+    assert [r["arm"] for r in lines] == ["none", "ngram:3"]
+
+
+def test_without_greedy_cells_the_gate_asks_for_itself(
+    table: dict[str, Any], simulated: Make, tmp_path: Path
+) -> None:
+    table["gates"]["lossless"] |= {"measured": True}
+    table["cells"] = table["cells"][:1]
+    backend = simulated()
+    found = run(from_table(table, name="sim"), backend, tmp_path)
+    assert result(found, "lossless").status is GateStatus.PASS
+    assert "6 of 6 greedy" in result(found, "lossless").evidence
+    assert len(lossless_runs(backend)) == 3
+
+
+def test_arms_that_draw_by_themselves_are_asked_greedy_answers_only(
+    table: dict[str, Any], simulated: Make, tmp_path: Path
+) -> None:
+    table["arms"].append("mtp:2")
+    drawing = {"mtp:2": SimulatedArm(verify=lambda rows: 0.01)}
+    backend = simulated(drawing)
+    found = run(from_table(table, name="sim"), backend, tmp_path)
+    assert "sampled" not in result(found, "lossless", "mtp:2").evidence.split("control")[0]
+    asked = {name: ids for name, users, ids in lossless_runs(backend) if users == 4}
+    assert all(i.startswith("greedy") for i in asked["mtp:2"])
+    assert sum(i.startswith("sampled") for i in asked["ngram:3"]) == 6
 
 
 # --- degenerate output --------------------------------------------------------------------------

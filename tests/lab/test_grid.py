@@ -12,6 +12,7 @@ from slipstream.errors import InvalidConfig
 from slipstream.lab import grid as grids
 from slipstream.lab.gate_specs import GATES
 from slipstream.lab.grid import Grid, from_table
+from slipstream.lab.looping import MIN_TOKENS
 
 
 def test_shipped_grids_load_and_hold_what_the_issues_ask_for() -> None:
@@ -30,6 +31,8 @@ def test_shipped_grids_load_and_hold_what_the_issues_ask_for() -> None:
         assert all(getattr(grid.gates, gate) is not None for gate in GATES)
         assert grid.budget_minutes is not None
         assert grid.budget_minutes <= minutes
+    assert quick.gates.lossless.measured
+    assert all(c.max_tokens >= MIN_TOKENS for c in quick.cells if c.users == 1)
     assert grids.load("spec_tiny").target == "tiny"
 
 

@@ -16,6 +16,7 @@ from slipstream.lab import ledger
 from slipstream.lab.analyze import analyze
 from slipstream.lab.backends.simulated import Simulated, SimulatedArm
 from slipstream.lab.events import Event, Kind
+from slipstream.lab.gate_specs import Gates
 from slipstream.lab.grid import Grid
 from slipstream.lab.runner import run_grid
 from slipstream.lab.samples import Request, Sample
@@ -73,7 +74,7 @@ class Killed(Simulated):
         return super().run(arm, requests, users=users)
 
 
-@pytest.mark.parametrize("at", [0, 3, 6, 9, 11, 14, 20, 40])
+@pytest.mark.parametrize("at", [0, 3, 6, 9, 11, 14, 20, 38])
 def test_an_interrupted_run_resumes_at_the_next_block(
     grid: Grid, simulated: Make, tmp_path: Path, at: int
 ) -> None:
@@ -101,6 +102,24 @@ def test_gates_are_not_run_twice_in_one_run(grid: Grid, simulated: Make, tmp_pat
     run_grid(grid, root=tmp_path, backend=backend)
     gates = [r for r in backend.runs if r[2][0].startswith(("needle", "json", "greedy"))]
     assert gates == []
+
+
+def test_gates_warm_the_arms_they_ask(grid: Grid, simulated: Make, tmp_path: Path) -> None:
+    """A start that has no gates left to ask warms every arm instead."""
+
+    def warmed(backend: Simulated) -> list[tuple[str, int]]:
+        return [run[:2] for run in backend.runs if run[2][0].startswith("warmup")]
+
+    first = Killed(simulated(), 20)
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(grid, root=tmp_path, backend=first)
+    assert warmed(first) == [("none", 1), ("none", 4)]
+    second = simulated()
+    run_grid(grid, root=tmp_path, backend=second)
+    assert warmed(second) == [(arm, users) for users in (1, 4) for arm in grid.arms]
+    bare, third = dataclasses.replace(grid, gates=Gates()), simulated()
+    run_grid(bare, root=tmp_path, backend=third)
+    assert warmed(third) == warmed(second)
 
 
 def test_finished_and_fresh_runs_are_new(grid: Grid, simulated: Make, tmp_path: Path) -> None:

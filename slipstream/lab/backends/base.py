@@ -27,11 +27,13 @@ class TargetInfo:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Teacher-forced check of an output: per output position, the margin between the two likeliest
-    tokens (nats, unprocessed logits) and the likeliest token.
+    tokens (nats, unprocessed logits), the likeliest token, and how far below it the output's own
+    token lies (`gaps`).
     """
 
     margins: tuple[float, ...]
     argmax: tuple[int, ...]
+    gaps: tuple[float, ...]
 
 
 class Backend(Protocol):

@@ -92,8 +92,8 @@ class Embedded:
     def score(self, request: Request, token_ids: Sequence[int]) -> Scores:
         """Teacher-forced margins on the shared weights, one forward without drafts."""
         llm = next(iter(self._arms.values()))
-        margins, argmax = llm.score(_encode(llm, request), list(token_ids))
-        return Scores(tuple(margins), tuple(argmax))
+        margins, argmax, gaps = llm.score(_encode(llm, request), list(token_ids))
+        return Scores(tuple(margins), tuple(argmax), tuple(gaps))
 
     def close(self) -> None:
         """Let the engines' caches go."""

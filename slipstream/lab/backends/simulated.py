@@ -133,7 +133,12 @@ class Simulated:
     def score(self, request: Request, token_ids: Sequence[int]) -> Scores:
         """The baseline's own words are always the likeliest."""
         words = [token_id(word) for word in self._answer(request)[: len(token_ids)]]
-        return Scores(tuple(self._margin(i) for i in range(len(token_ids))), tuple(words))
+        margins = tuple(self._margin(i) for i in range(len(token_ids)))
+        gaps = tuple(
+            0.0 if own == best else margin
+            for own, best, margin in zip(token_ids, words, margins, strict=False)
+        )
+        return Scores(margins, tuple(words), gaps)
 
     def _admit(self, model: SimulatedArm, request: Request, users: int) -> _Row:
         words = self._answer(request)[: request.params.max_tokens]
