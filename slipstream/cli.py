@@ -293,10 +293,17 @@ def texts(
     minutes: Annotated[float | None, typer.Option(help="Stop after that long.")] = None,
     users: Annotated[int, typer.Option(help="Answers at a time.")] = 16,
     seed: Annotated[int, typer.Option(help="Of prompts and answers.")] = 0,
+    code: Annotated[float, typer.Option(help="Share of prompts about code and edits.")] = 0.6,
+    greedy: Annotated[float, typer.Option(help="Share of greedy answers.")] = 0.7,
+    quote: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder to quote from, besides Python's; repeatable."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
 ) -> None:
     """Have a target answer prompts of many kinds, for `slipstream train --texts`."""
-    from slipstream.texts_command import Wish, run_texts
+    from slipstream.texts_command import run_texts
+    from slipstream.texts_maker import Wish
 
     wish = Wish(
         target=target,
@@ -307,6 +314,9 @@ def texts(
         users=users,
         seed=seed,
         device=device,
+        code=code,
+        greedy=greedy,
+        quote=tuple(quote or ()),
     )
     run_texts(wish, say=typer.echo)
 
