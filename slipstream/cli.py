@@ -257,6 +257,9 @@ def train(
     markov: Annotated[str, typer.Option(help="vanilla, gated or rnn (dspark).")] = "vanilla",
     rank: Annotated[int, typer.Option(help="Of Markov head or selector (dspark, dflash2).")] = 64,
     draft_vocab: Annotated[int | None, typer.Option(help="Draft N frequent tokens.")] = None,
+    mix: Annotated[
+        str, typer.Option(help="How often kinds of texts count, for example code=2,chat=0.5.")
+    ] = "",
     seed: Annotated[int, typer.Option(help="Of weights, data and anchors.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
 ) -> None:
@@ -264,7 +267,9 @@ def train(
     given = locals()
     from slipstream.train.recipes import Shape
     from slipstream.train.trainer import Plan
-    from slipstream.train_command import Order, run_train
+    from slipstream.train_command import Order, mix_of, run_train
+
+    given["mix"] = mix_of(mix)
 
     run_train(_picked(Order, given), _picked(Shape, given), _picked(Plan, given), say=typer.echo)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,8 @@ def change(rng: random.Random, text: str, orders: Mapping[str, Sequence[str]]) -
     `orders`: templates by "rename", "number", "drop" and "add", with {old} and {new}, and "lines"
     to add. What is to be changed is in the text, and what it becomes is not, except a line's place.
     """
-    words, numbers = sorted(set(_WORD.findall(text))), sorted(set(_NUMBER.findall(text)))
+    words = sorted(w for w in set(_WORD.findall(text)) if not keyword.iskeyword(w))
+    numbers = sorted(set(_NUMBER.findall(text)))
     lines = [line.strip() for line in text.splitlines() if 8 <= len(line.strip()) <= 60]
     once = [line for line in lines if text.count(line) == 1]
     able = ["rename"] * 4 * bool(words) + ["number"] * 2 * bool(numbers) + ["add"]

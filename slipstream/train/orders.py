@@ -15,11 +15,13 @@ def brief(rng: random.Random) -> list[Message]:
     why = say(rng, rng.choice(own["why"]), words)
     order = f"Write {form} that {goal}."
     parts = [" ".join(filter(None, (why, order) if rng.random() < 0.7 else (order, why)))]
+    told = rng.sample(own["story"], rng.choice((0, 0, 1, 2, 3)))
+    parts.append(" ".join(say(rng, one, words) for one in told))
     if rng.random() < 0.4:
         parts.append(_signature(rng, words["lang"], words["noun"], words["field"]))
     if rng.random() < 0.3:
         parts.append(_example(rng, words["field"]))
-    rules = [say(rng, rule, words) for rule in rng.sample(own["rule"], rng.randint(2, 8))]
+    rules = [say(rng, rule, words) for rule in rng.sample(own["rule"], rng.randint(3, 9))]
     parts.append(listed(rng, rules, rng.choice(("Rules:", "Requirements:", "Please note:", ""))))
     ends = rng.sample(own["end"], rng.randint(0, 4))
     parts.append(" ".join(say(rng, end, words) for end in ends))

@@ -174,7 +174,7 @@ def _listed(folder: Path, *, only: set[str], left_out: set[str]) -> list[Path]:
 
 def _whole(rng: random.Random, found: Sequence[Quote]) -> Quote:
     """One of a file's pieces, the longer the likelier, in one of four cases with the next one."""
-    at = rng.choices(range(len(found)), [len(quote.text) for quote in found])[0]
+    at = rng.choices(range(len(found)), [len(quote.text) ** 1.5 for quote in found])[0]
     one, both = found[at], found[at : at + 2]
     joined = "\n\n".join(quote.text for quote in both)
     if rng.random() < 0.25 and len(both) == 2 and len(joined) <= pieces.LONGEST:

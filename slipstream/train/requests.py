@@ -35,7 +35,7 @@ def quoted(rng: random.Random, shelf: Shelf) -> list[Message]:
     if what == "bug":
         if rng.random() < 0.7:
             quote = Quote(broken(rng, quote.text), "code", quote.fence, quote.name)
-        complaint = rng.choice(lists()["before"]["complaint"])
+        complaint = say(rng, rng.choice(lists()["before"]["complaint"]))
     if quote.fence != "python":
         what = {"types": "refactor", "tests": "other_tests"}.get(what, what)
     return _about(rng, quote, lists()["ask"][what], sort="code", complaint=complaint)
@@ -80,17 +80,17 @@ def _about(
     pick = _picker(rng, words)
     block = _block(rng, quote)
     ask = pick(asks, 1)
-    if rng.random() < 0.25:
+    if rng.random() < 0.2:
         first = f"{complaint} {ask}".strip()
         return user(f"{first}\n\n{block}" if rng.random() < 0.7 else f"{block}\n\n{first}")
     opening = f"{pick(lists()['before'][sort], 1)} {complaint}".strip()
-    if sort == "code" and rng.random() < 0.5:
+    if sort == "code" and rng.random() < 0.6:
         others = lists()["ask"]
         further = [others[k] for k in ("explain", "review", "speed", "errors", "document")]
         ask = f"{ask} {pick(rng.choice(further), 1)}"
     wishes = [
         say(rng, w, words)
-        for w in rng.sample(lists()["demand"][sort], rng.choice((0, 1, 2, 3, 4, 6)))
+        for w in rng.sample(lists()["demand"][sort], rng.choice((0, 2, 3, 4, 5, 7)))
     ]
     rules = listed(rng, wishes, rng.choice(_LEADS))
     last = pick(lists()["after"][sort], rng.choice((0, 1, 1, 2)))
