@@ -23,18 +23,20 @@ Asked = list[tuple[str, Prompt]]
 _FOLLOWED = 0.12
 """Of a round's prompts: they ask about the answers to the others."""
 _CODE = {
-    "quote": 0.34,
-    "brief": 0.18,
+    "quote": 0.38,
+    "brief": 0.19,
     "task": 0.12,
     "edit": 0.14,
-    "own code": 0.05,
-    "long code": 0.07,
-    "code": 0.10,
+    "own code": 0.03,
+    "long code": 0.05,
+    "code": 0.09,
 }
 """Of the prompts about code. Pasted code comes first: drafters that had seen little of it did well
 on made prompts and missed their bars on what people write (docs/log.md). What is "own" or "long"
 the target makes up, which costs as much as answers do."""
-_TALK = {"prose": 0.32, "doc": 0.06, "own chat": 0.20, "long chat": 0.20, "chat": 0.22}
+_TALK = {"prose": 0.38, "doc": 0.08, "own chat": 0.16, "long chat": 0.16, "chat": 0.22}
+_AHEAD = 4
+"""Rounds for which the target makes up prompts at once: few at a time leave a GPU's steps empty."""
 _SHORT, _LONG = 160, 320
 """Most tokens of a prompt that the target makes up: people paste what they ask about."""
 _FOLLOW = ("edit", "question", "question")
@@ -76,24 +78,28 @@ class Maker:
         self._llm, self._wish, self._shelf = llm, wish, shelf
         self._longest = min(2048, llm.loaded.config.max_context - wish.max_tokens)
         self._held = Held(lab_texts())
+        self._own: tuple[int, list[Asked]] = (-1, [])
 
     def round(self, turn: int) -> list[Text]:
         """Texts of a few waves; the same ones for the same seed, turn and options."""
         size = _WAVES * self._wish.users
         rng = random.Random(f"texts/{self._wish.seed}/{turn}")
-        first = self._first(rng, size, self._wish.seed * 1_000_000 + turn * size * 20)
+        first = self._first(rng, size, turn)
         told, texts = self._answers(first, rng)
         follow = self._follow(rng, told, max(1, round(_FOLLOWED * size)))
         return texts + (self._answers(follow, rng)[1] if follow else [])
 
-    def _first(self, rng: random.Random, size: int, seed: int) -> Asked:
+    def _first(self, rng: random.Random, size: int, turn: int) -> Asked:
         parts = ((_CODE, self._wish.code), (_TALK, 1 - self._wish.code))
         count = {
             kind: round(share * of * (1 - _FOLLOWED) * size)
             for k, of in parts
             for kind, share in k.items()
         }
-        asked = self._made_up(rng, count, seed, size)
+        block, place = divmod(turn, _AHEAD)
+        if self._own[0] != block:
+            self._own = (block, self._made_up(block, count))
+        asked = list(self._own[1][place])
         shelf = self._shelf
         # Characters: what a document may have, at three or more of them a token.
         longest = max(800, 2 * self._longest)
@@ -111,8 +117,9 @@ class Maker:
             asked += [(kind, make()) for _ in range(count[kind])]
         return asked
 
-    def _made_up(self, rng: random.Random, count: dict[str, int], seed: int, size: int) -> Asked:
-        """Prompts by the target itself, from openings in an order of its own each round."""
+    def _made_up(self, block: int, count: dict[str, int]) -> list[Asked]:
+        """Prompts by the target itself, for each round of a block, from shuffled openings."""
+        rng = random.Random(f"texts/{self._wish.seed}/own/{block}")
         seeds = prompts.seeds()
         wanted: tuple[tuple[str, str, list[str], int], ...] = (
             ("own chat", "chat", [""], _SHORT),
@@ -121,17 +128,18 @@ class Maker:
             ("long code", "code", seeds["long"]["code"], _LONG),
         )
         asked: Asked = []
-        for place, (what, kind, openings, most) in enumerate(wanted):
+        for what, kind, openings, most in wanted:
             if count[what]:
                 made = self_prompts(
                     self._llm,
-                    count[what],
-                    seed=seed + 5 * size * place,
+                    count[what] * _AHEAD,
+                    seed=rng.getrandbits(30),
                     openings=rng.sample(openings, len(openings)),
                     max_tokens=most,
                 )
                 asked += [(kind, p) for p in made]
-        return asked
+        rng.shuffle(asked)
+        return [asked[place::_AHEAD] for place in range(_AHEAD)]
 
     def _follow(self, rng: random.Random, told: list[tuple[str, str]], count: int) -> Asked:
         asked: Asked = []
