@@ -15,6 +15,7 @@ _SHORTEST = 120
 _WIDE = 160
 """Characters of a line: minified code and tables of numbers have wider ones."""
 _HEAD = re.compile(r"^( *)(?:async def|def|class) (\w+)")
+_GENERATED = re.compile(r"generated (?:by|from|file)|do not edit", re.IGNORECASE)
 _NAMES = re.compile(
     r"\b(?:function\*?|class|interface|struct|enum|func|fn|def|impl|trait|CREATE TABLE)\s+(\w+)"
     r"|^\w[\w *&<>:]{0,60}?\b(\w+)\(",
@@ -24,7 +25,12 @@ Piece = tuple[str, str]
 
 
 def cut(text: str, fence: str) -> list[Piece]:
-    """Pieces of a file of 120 to 2,200 characters and the name of what each defines, or ""."""
+    """Pieces of a file of 120 to 2,200 characters and the name of what each defines, or "".
+
+    None of a file whose beginning says that a program wrote it: nobody pastes those.
+    """
+    if _GENERATED.search(text[:1000]):
+        return []
     if fence == "python":
         found = _python(text)
     elif fence == "json":

@@ -38,7 +38,7 @@ _LEAST, _MOST = 200, 300_000
 """Bytes of a file: shorter ones say nothing, longer ones are mostly generated."""
 _SNIPPETS = 0.3
 """Of the quoted code: about as much as is written in other languages where people ask."""
-_TRIES = 200
+_TRIES, _ENOUGH = 200, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class Shelf:
         )
 
     def _drawn(self, rng: random.Random, fences: Sequence[str]) -> Quote | None:
-        # A root, so that one folder full of one language leaves room for the others.
-        weights = [len(self.files[fence]) ** 0.5 for fence in fences]
+        # A root and a limit: a folder full of one language leaves room for the others.
+        weights = [min(len(self.files[fence]), _ENOUGH) ** 0.5 for fence in fences]
         for _ in range(_TRIES):
             fence = rng.choices(list(fences), weights)[0]
             found = self._quotes(rng.choice(self.files[fence]), fence)
