@@ -35,8 +35,9 @@ _CODE = {
 on made prompts and missed their bars on what people write (docs/log.md). What is "own" or "long"
 the target makes up, which costs as much as answers do."""
 _TALK = {"prose": 0.38, "doc": 0.08, "own chat": 0.16, "long chat": 0.16, "chat": 0.22}
-_AHEAD = 4
-"""Rounds for which the target makes up prompts at once: few at a time leave a GPU's steps empty."""
+_AHEAD, _MANY = 4, 64
+"""Rounds for which the target makes up prompts at once, with so many users or more: few prompts at
+a time leave a GPU's steps empty. A small run has its first texts sooner without."""
 _SHORT, _LONG = 160, 320
 """Most tokens of a prompt that the target makes up: people paste what they ask about."""
 _FOLLOW = ("edit", "question", "question")
@@ -78,6 +79,7 @@ class Maker:
         self._llm, self._wish, self._shelf = llm, wish, shelf
         self._longest = min(2048, llm.loaded.config.max_context - wish.max_tokens)
         self._held = Held(lab_texts())
+        self._ahead = _AHEAD if wish.users >= _MANY else 1
         self._own: tuple[int, list[Asked]] = (-1, [])
 
     def round(self, turn: int) -> list[Text]:
@@ -96,7 +98,7 @@ class Maker:
             for k, of in parts
             for kind, share in k.items()
         }
-        block, place = divmod(turn, _AHEAD)
+        block, place = divmod(turn, self._ahead)
         if self._own[0] != block:
             self._own = (block, self._made_up(block, count))
         asked = list(self._own[1][place])
@@ -132,14 +134,14 @@ class Maker:
             if count[what]:
                 made = self_prompts(
                     self._llm,
-                    count[what] * _AHEAD,
+                    count[what] * self._ahead,
                     seed=rng.getrandbits(30),
                     openings=rng.sample(openings, len(openings)),
                     max_tokens=most,
                 )
                 asked += [(kind, p) for p in made]
         rng.shuffle(asked)
-        return [asked[place::_AHEAD] for place in range(_AHEAD)]
+        return [asked[place :: self._ahead] for place in range(self._ahead)]
 
     def _follow(self, rng: random.Random, told: list[tuple[str, str]], count: int) -> Asked:
         asked: Asked = []
@@ -169,8 +171,9 @@ class Maker:
             done = self._llm.generate([tokens for _, tokens in wave], params)
             for (kind, tokens), answer in zip(wave, done, strict=True):
                 own = without_loop(answer.token_ids)
-                if len(own) > 1:
+                if len(own) == len(answer.token_ids):  # nobody asks about a loop
                     told.append((kind, answer.text))
+                if len(own) > 1:
                     texts.append(text_of(tokens, own, kind))
         return told, texts
 

@@ -68,6 +68,8 @@ def paragraphs(text: str, rng: random.Random, *, size: int) -> str | None:
     letters = sum(c.isalpha() or c == " " for c in held)
     if len(held) < max(_SHORTEST, size // 5) or letters < 0.8 * len(held):
         return None
+    if held.count("```") % 2:  # a block of code was cut in two
+        return None
     return held if max(map(len, held.splitlines())) <= size else None
 
 

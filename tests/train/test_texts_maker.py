@@ -18,23 +18,28 @@ LOOP = [1, 2, 3] + [4, 5] * 60
 
 @pytest.fixture
 def maker(tmp_path, monkeypatch):
-    """A maker whose target makes up one prompt for each it is asked, and answers in circles."""
+    """A maker whose target makes up one prompt for each it is asked, and answers in circles, or
+    with `said`.
+    """
 
     def made_up(_, count, *, openings, **__):
         return [[{"role": "user", "content": f"{openings[0]} {i}"}] for i in range(count)]
 
     monkeypatch.setattr(texts_maker, "self_prompts", made_up)
 
+    said = []
+
     def generate(asked, params):
         assert len(asked) == len(params)
-        return [SimpleNamespace(token_ids=LOOP, text="a ```python\nx = 1\n``` b") for _ in asked]
+        return [SimpleNamespace(token_ids=said, text="a ```python\nx = 1\n``` b") for _ in asked]
 
     config = SimpleNamespace(max_context=8192)
     llm = SimpleNamespace(
         loaded=SimpleNamespace(config=config), encode=lambda _: [7, 8, 9], generate=generate
     )
 
-    def make(**more):
+    def make(answer=LOOP, **more):
+        said[:] = answer
         sizes = {"tokens": 10, "max_tokens": 64, "minutes": None, "users": 64, "seed": 3}
         wish = Wish(target="t", out=tmp_path, device=None, **sizes, **more)
         return Maker(llm, wish, SHELF)
@@ -69,8 +74,15 @@ def test_a_round_is_the_same_again_and_its_loops_are_cut(maker):
     first, again = maker().round(0), maker().round(0)
     assert [t.kind for t in first] == [t.kind for t in again]
     assert all(len(t.tokens) == 3 + 3 + 32 for t in first)
-    assert 230 <= len(first) <= 256  # 4 waves of 64, some with answers about answers
+    assert len(first) == pytest.approx(0.88 * 256, abs=6)  # nobody asks about a loop
     assert [t.kind for t in maker().round(1)] != [t.kind for t in first]
+
+
+def test_answers_that_do_not_loop_are_asked_about(maker):
+    texts = maker(answer=range(40)).round(0)
+    assert all(len(t.tokens) == 3 + 40 for t in texts)
+    assert len(texts) == pytest.approx(256, abs=6)
+    assert {t.kind for t in texts[-20:]} == {"code"}  # what was said is short, and holds a block
 
 
 def test_what_the_lab_asks_is_not_asked(maker):
@@ -82,3 +94,22 @@ def test_what_the_lab_asks_is_not_asked(maker):
     assert not own._fresh([{"role": "user", "content": f"Hello. {hidden} Thanks."}])
     assert own._fresh([{"role": "user", "content": "Explain how a hash map works."}])
     assert own._answers([("code", prompt)], random.Random(0)) == ([], [])
+
+
+def test_many_users_have_prompts_made_up_for_four_rounds_at_once(maker, monkeypatch):
+    asked, real = [], texts_maker.self_prompts
+
+    def counted(llm, count, **more):
+        asked.append(count)
+        return real(llm, count, **more)
+
+    monkeypatch.setattr(texts_maker, "self_prompts", counted)
+    own = maker()
+    texts = [own.round(turn) for turn in range(4)]
+    assert len(asked) == 4  # own and long, chat and code
+    assert sum(asked) > 100
+    own.round(4)
+    assert len(asked) == 8
+    # Gone on with in the middle, a run makes what it would have made.
+    again = maker().round(2)
+    assert [(t.kind, *t.tokens) for t in again] == [(t.kind, *t.tokens) for t in texts[2]]
