@@ -261,6 +261,9 @@ def train(
     markov: Annotated[str, typer.Option(help="vanilla, gated or rnn (dspark).")] = "vanilla",
     rank: Annotated[int, typer.Option(help="Of Markov head or selector (dspark, dflash2).")] = 64,
     draft_vocab: Annotated[int | None, typer.Option(help="Draft N frequent tokens.")] = None,
+    mix: Annotated[
+        str, typer.Option(help="How often kinds of texts count, for example code=2,chat=0.5.")
+    ] = "",
     seed: Annotated[int, typer.Option(help="Of weights, data and anchors.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
 ) -> None:
@@ -268,7 +271,9 @@ def train(
     given = locals()
     from slipstream.train.recipes import Shape
     from slipstream.train.trainer import Plan
-    from slipstream.train_command import Order, run_train
+    from slipstream.train_command import Order, mix_of, run_train
+
+    given["mix"] = mix_of(mix)
 
     run_train(_picked(Order, given), _picked(Shape, given), _picked(Plan, given), say=typer.echo)
 
@@ -297,10 +302,17 @@ def texts(
     minutes: Annotated[float | None, typer.Option(help="Stop after that long.")] = None,
     users: Annotated[int, typer.Option(help="Answers at a time.")] = 16,
     seed: Annotated[int, typer.Option(help="Of prompts and answers.")] = 0,
+    code: Annotated[float, typer.Option(help="Share of prompts about code and edits.")] = 0.6,
+    greedy: Annotated[float, typer.Option(help="Share of greedy answers.")] = 0.7,
+    quote: Annotated[
+        list[Path] | None,
+        typer.Option(help="A folder to quote from, besides Python's; repeatable."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda if any.")] = None,
 ) -> None:
     """Have a target answer prompts of many kinds, for `slipstream train --texts`."""
-    from slipstream.texts_command import Wish, run_texts
+    from slipstream.texts_command import run_texts
+    from slipstream.texts_maker import Wish
 
     wish = Wish(
         target=target,
@@ -311,6 +323,9 @@ def texts(
         users=users,
         seed=seed,
         device=device,
+        code=code,
+        greedy=greedy,
+        quote=tuple(quote or ()),
     )
     run_texts(wish, say=typer.echo)
 

@@ -117,6 +117,20 @@ def _trainer(
     return trainer, texts
 
 
+def mix_of(text: str) -> dict[str, float]:
+    """Weights by kind of `code=2,chat=0.5`. Raises `InvalidConfig` for what does not read so."""
+    found: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        kind, _, weight = part.partition("=")
+        try:
+            found[kind.strip()] = float(weight)
+        except ValueError as error:
+            raise InvalidConfig(
+                f"mix has the part {part!r}; write KIND=WEIGHT, as in code=2,chat=0.5."
+            ) from error
+    return found
+
+
 def mask_token(llm: LLM) -> int:
     """A token that text never holds: the last special one that means nothing, else the last id."""
     config = llm.loaded.config
@@ -185,6 +199,9 @@ def _record(order: Order, plan: Plan, trainer: Trainer, texts: list[Text]) -> di
     settings = {key: value for key, value in asdict(plan).items() if value is not None}
     if plan.minutes is not None:
         del settings["steps"]  # not what ended it
+    del settings["mix"]
+    if plan.mix:
+        settings["mix"] = " ".join(f"{kind}={weight:g}" for kind, weight in plan.mix.items())
     if trainer.world.size > 1:
         settings["processes"] = trainer.world.size  # each had its own batch
     return {

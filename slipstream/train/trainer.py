@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ CHECKPOINT = "training.pt"
 HISTORY = "history.jsonl"
 _LOOKED_AT, _HELD = 64, 1000
 """Held-out texts that a report looks at, and the most that are held out."""
+_MOST = 20
+"""Times that a text is there: weights above are a mistake."""
 _QUIET = 20.0
 """Seconds after which a line says how far it is, between the reports that measure acceptance."""
 Say = Callable[[str], None]
@@ -39,7 +41,8 @@ class Plan:
     over `warmup` of the way and falls as a cosine to a hundredth. `held_out`: share of the texts
     that is never trained on. `minutes`: train that long instead of `steps`; then the way is time.
     `reports`: times, evenly spread, that acceptance is measured and a checkpoint written. Each of
-    several processes takes `batch` texts a step.
+    several processes takes `batch` texts a step. `mix`: how often a text of a kind is there among
+    those that are trained on, for kinds where that is not once.
     """
 
     steps: int = 1000
@@ -53,6 +56,7 @@ class Plan:
     held_out: float = 0.1
     seed: int = 0
     reports: int = 20
+    mix: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Trainer:
         self._say: Say = say if world.is_first else silent
         held = min(len(texts) - 1, math.ceil(plan.held_out * len(texts)), _HELD)
         self.texts, self.held = list(texts[: len(texts) - held]), list(texts[len(texts) - held :])
+        self.texts = mixed(self.texts, plan.mix, seed=plan.seed)
         self.texts.sort(key=lambda t: len(t.tokens))  # batches are of texts about as long
         longest = max(len(t.tokens) for t in texts)
         self._features = Features(loaded, network.needs, longest=plan.batch * (longest + 64))
@@ -219,6 +224,8 @@ class Trainer:
 
     def _identity(self, target: str) -> dict[str, Any]:
         plan = asdict(self.plan) | {"reports": None}
+        if not self.plan.mix:
+            del plan["mix"]  # checkpoints from before there was one go on
         shapes = {name: list(shape) for name, shape in self.network.shapes.items()}
         return {
             "recipe": self.network.recipe,
@@ -269,6 +276,31 @@ class Trainer:
         torch.save(state, partial)
         partial.replace(self.out / CHECKPOINT)
         self.network.save(self.out, self.exported())
+
+
+def mixed(texts: Sequence[Text], mix: Mapping[str, float], *, seed: int) -> list[Text]:
+    """Texts of each kind as often as `mix` says, once where it says nothing: 2.5 is twice for all,
+    and a third time for a random half.
+
+    Raises `InvalidConfig` for a kind that no text is of, a weight below 0, and where nothing stays.
+    """
+    kinds = sorted({text.kind for text in texts})
+    for kind, weight in mix.items():
+        if kind not in kinds:
+            raise InvalidConfig(
+                f"mix names {kind!r}, and no text is of that kind; choose from {', '.join(kinds)}."
+            )
+        if not 0 <= weight <= _MOST:
+            raise InvalidConfig(f"mix gives {kind} {weight}; allowed: 0 to {_MOST}.")
+    rng = np.random.default_rng(seed)
+    found: list[Text] = []
+    for text in texts:
+        weight = mix.get(text.kind, 1.0)
+        more = rng.random() < weight % 1
+        found += [text] * (int(weight) + int(more))
+    if not found:
+        raise InvalidConfig(f"mix {dict(mix)} leaves no text to train on; weigh a kind above 0.")
+    return found
 
 
 def silent(_: str) -> None:

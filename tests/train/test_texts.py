@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from slipstream import texts_command
+from slipstream import texts_command, texts_maker
 from slipstream.cli import app
 from slipstream.errors import InvalidConfig
 from slipstream.models.tiny import save_tiny
-from slipstream.texts_command import _Maker
+from slipstream.texts_maker import Maker
 from slipstream.train.data import text_of
 from slipstream.train.shards import read_shards, resumed, write_shard
 
@@ -55,9 +55,9 @@ def stops_at(last, real):
 
 
 def test_an_interrupted_one_goes_on_as_if_nothing_had_been(ask, tmp_path, monkeypatch):
-    monkeypatch.setattr(texts_command, "self_prompts", lambda *_, **__: [])  # slow, and none
+    monkeypatch.setattr(texts_maker, "self_prompts", lambda *_, **__: [])  # slow, and none
     with monkeypatch.context() as patch:
-        patch.setattr(_Maker, "round", stops_at(1, _Maker.round))
+        patch.setattr(Maker, "round", stops_at(1, Maker.round))
         code, told = ask("cut", 10_000)
         assert code == 130
         assert "interrupted; what was written is kept" in told
@@ -77,10 +77,10 @@ def test_an_interrupted_one_goes_on_as_if_nothing_had_been(ask, tmp_path, monkey
 
 
 def test_a_complete_one_is_left_as_it_is(ask, tmp_path, monkeypatch):
-    monkeypatch.setattr(_Maker, "round", made_up)
+    monkeypatch.setattr(Maker, "round", made_up)
     assert ask("texts", 8)[0] == 0
     before = (tmp_path / "texts" / "texts-0.json").read_bytes()
-    monkeypatch.setattr(_Maker, "round", None)
+    monkeypatch.setattr(Maker, "round", None)
     code, told = ask("texts", 8)
     assert code == 0, told
     assert (tmp_path / "texts" / "texts-0.json").read_bytes() == before
@@ -88,7 +88,7 @@ def test_a_complete_one_is_left_as_it_is(ask, tmp_path, monkeypatch):
 
 
 def test_time_before_the_interruption_counts(ask, tmp_path, monkeypatch):
-    monkeypatch.setattr(_Maker, "round", made_up)
+    monkeypatch.setattr(Maker, "round", made_up)
     assert ask("texts", 2)[0] == 0
     manifest = tmp_path / "texts" / "texts-0.json"
     said = json.loads(manifest.read_text())
@@ -100,7 +100,7 @@ def test_time_before_the_interruption_counts(ask, tmp_path, monkeypatch):
 
 
 def test_large_shards_are_not_written_after_every_round(ask, tmp_path, monkeypatch):
-    monkeypatch.setattr(_Maker, "round", made_up)
+    monkeypatch.setattr(Maker, "round", made_up)
     seen, real = [], write_shard
 
     def write(folder, name, texts, **how):
@@ -118,7 +118,7 @@ def test_large_shards_are_not_written_after_every_round(ask, tmp_path, monkeypat
 
 
 def test_what_was_made_otherwise_is_not_mixed(ask, tmp_path, monkeypatch):
-    monkeypatch.setattr(_Maker, "round", made_up)
+    monkeypatch.setattr(Maker, "round", made_up)
     assert ask("texts", 2)[0] == 0
     code, told = ask("texts", 50, "--users", "3")
     assert code == 2
