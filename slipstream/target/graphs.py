@@ -172,14 +172,18 @@ class Step:
         )
 
 
-def capture(enqueue: Callable[[], Any]) -> Any:
-    """The launches of `enqueue` as a `torch.cuda.CUDAGraph`, after a run that compiles them."""
+def capture(enqueue: Callable[[], Any], *, pool: Any = None) -> Any:
+    """The launches of `enqueue` as a `torch.cuda.CUDAGraph`, after a run that compiles them.
+
+    `pool`: a `torch.cuda.graph_pool_handle` that graphs share of which no two ever run at once and
+    whose results lie elsewhere; None for memory of its own.
+    """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         enqueue()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         enqueue()
     return graph
