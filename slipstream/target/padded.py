@@ -46,13 +46,15 @@ launches: 0.35 ms (11 ms and 30 layers, docs/log.md) at half of one NVIDIA H200'
 
 def sizes(most: int) -> tuple[int, ...]:
     """Padded token counts, ascending: 16, 64, 128, 192, 256, then four a doubling, so that at most
-    a quarter is padding; the last is `most` rounded up.
+    a quarter is padding; the last is `most` rounded up. None where `most` is 0.
     """
     found, at = [FEW], _STEP
     while at < most:
         found.append(at)
         at += max(_STEP, (1 << (at.bit_length() - 1)) // 4)
-    return (*found, -(-most // _STEP) * _STEP) if most > FEW else (FEW,)
+    if most <= FEW:
+        return (FEW,) if most > 0 else ()
+    return (*found, -(-most // _STEP) * _STEP)
 
 
 def paying(model: Model, most: int) -> tuple[int, ...]:

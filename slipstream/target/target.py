@@ -120,7 +120,7 @@ class Target:
 
     def pad(self, *, rows: int, tokens: int) -> None:
         """From now on kernels run forwards of up to so many rows and tokens padded to a few sizes,
-        on CUDA each one graph (`target.padded`).
+        on CUDA each one graph (`target.padded`); with 0 tokens none.
         """
         from slipstream.target.padded import PaddedTarget
 

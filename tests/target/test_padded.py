@@ -33,6 +33,7 @@ def test_above_256_tokens_a_quarter_at_most_is_padding():
         for below, size in itertools.pairwise(found):
             assert size <= 4 * below
             assert below < 256 or size - (below + 1) <= 0.25 * size
+    assert sizes(0) == ()
     assert sizes(2064) == sizes(2100) != sizes(2200)
 
 
