@@ -30,6 +30,7 @@ import torch
 
 from slipstream import LLM, SamplingParams, provenance
 from slipstream.cache.pages import PageTable
+from slipstream.drafters.base import Pads
 from slipstream.engine.engine import Engine
 from slipstream.engine.sequence import Sequence
 from slipstream.errors import InvalidConfig, SlipstreamError
@@ -45,8 +46,8 @@ def unpadded(engine: Engine) -> None:
     """Run the engine's forwards launch by launch from now on."""
     if engine.target.kernels:
         engine.target.pad(rows=1, tokens=0)
-        drafter: Any = engine.drafter
-        if hasattr(drafter, "pad") and engine.fast is not None:
+        drafter = engine.drafter
+        if isinstance(drafter, Pads):
             drafter.pad(rows=1, tokens=0, positions=engine.target.positions)
 
 

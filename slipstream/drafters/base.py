@@ -82,7 +82,7 @@ class Pads(Protocol):
 
     def pad(self, *, rows: int, tokens: int, positions: int) -> None:
         """From now on passes of up to so many rows and tokens are padded; `positions`: how far the
-        target's cache goes. Only after `on_device` has given a form.
+        target's cache goes. Called after `on_device`.
         """
         ...
 

@@ -226,11 +226,12 @@ class ChainDrafter:
 
     def pad(self, *, rows: int, tokens: int, positions: int) -> None:
         """From now on its own passes at the host's word run through the kernels, padded; see
-        `chain_prompts.ChainPrompts`. Only where `on_device` has given a form.
+        `chain_prompts.ChainPrompts`. Nothing changes where `on_device` gave no form.
         """
+        if self._kernels is None:
+            return
         from slipstream.drafters.chain_prompts import ChainPrompts
 
-        self._kernels = self._kernels or self.weights.kernels()
         self._prompts = ChainPrompts(
             self._kernels,
             self.storage,

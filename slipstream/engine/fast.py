@@ -29,7 +29,7 @@ def attach(
         # Steps that read prompts, and what the lane does not do: verify rows of every user.
         tokens = engine.scheduler.prefill_chunk + max_users * (drafter.max_draft_len + 1)
         target.pad(rows=max_users, tokens=tokens)
-        if form is not None and isinstance(drafter, Pads):
+        if isinstance(drafter, Pads):
             drafter.pad(rows=max_users, tokens=tokens, positions=target.positions)
     if warm:
         target.warm_up()

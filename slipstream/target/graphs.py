@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -178,7 +179,7 @@ def capture(enqueue: Callable[[], Any], *, pool: Any = None) -> Any:
     `pool`: a `torch.cuda.graph_pool_handle` that graphs share of which no two ever run at once and
     whose results lie elsewhere; None for memory of its own.
     """
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = _beside(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         enqueue()
@@ -187,3 +188,9 @@ def capture(enqueue: Callable[[], Any], *, pool: Any = None) -> Any:
     with torch.cuda.graph(graph, pool=pool):
         enqueue()
     return graph
+
+
+@cache
+def _beside(device: int) -> torch.cuda.Stream:
+    """The stream of the runs that compile: cuBLAS keeps a work space for every one it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -214,8 +214,10 @@ class Padded:
         return None if self._too_deep(sized, arranged) else (sized, arranged)
 
     def warm_up(self) -> None:
-        """Capture every size, before there are requests."""
-        for size in self.sizes:
+        """Capture every size, before there are requests; the largest first, in whose memory the
+        others then fit.
+        """
+        for size in reversed(self.sizes):
             self._of(size)
 
     def _of(self, size: int) -> Sized:

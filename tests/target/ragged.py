@@ -49,21 +49,29 @@ class Ragged:
                 self.done[i] += length
         return found
 
-    def step(self, lengths, *, atol=2e-5):
+    def step(self, lengths):
         """One forward of each target; all that can be seen of them is the same."""
         rows = self.rows(lengths)
         first, *others = [target.forward(rows) for target in self.targets]
         for other, target in zip(others, self.targets[1:], strict=True):
-            torch.testing.assert_close(other.logits.cpu(), first.logits.cpu(), atol=atol, rtol=1e-4)
+            same(other.logits, first.logits)
             assert (other.features is None) == (first.features is None)
             if first.features is not None:
-                assert other.features.shape == first.features.shape
-                torch.testing.assert_close(
-                    other.features.cpu(), first.features.cpu(), atol=atol, rtol=1e-4
-                )
+                same(other.features, first.features)
             for mine, theirs in zip(target.storage, self.targets[0].storage, strict=True):
-                torch.testing.assert_close(mine.cpu(), theirs.cpu(), atol=atol, rtol=1e-4)
+                same(mine, theirs)
         return others[0]
+
+
+def same(found, expected):
+    """The same numbers but for rounding, which in bfloat16 is that of other products' order."""
+    found, expected = found.cpu(), expected.cpu()
+    assert found.shape == expected.shape
+    if found.dtype == torch.bfloat16:
+        apart = (found.float() - expected.float()).norm()
+        assert apart <= 0.03 * expected.float().norm()
+    else:
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 def targets(loaded, *, rows, tokens, pages=512, other=None, **kwargs):
