@@ -38,15 +38,16 @@ Body: TypeAlias = Callable[[Tensor, Flat], None]
 _STEP = 64
 """Sizes are multiples of it but for the smallest; matrix products have tiles of so many rows."""
 _DEEP = 8192
-"""Positions in the cache from which on a row alone wants more parts than a padded size cuts."""
+"""Positions from which on a context that is read in too few parts may cost more than launches: 256
+reads of 32 positions, each half a microsecond or more, every layer."""
 _WORK = {torch.bfloat16: 8e10, torch.float32: 1e10}
 """Tokens times weights of a layer that the device takes as long for as the host for the layer's
 launches: 0.35 ms (11 ms and 30 layers, docs/log.md) at half of one NVIDIA H200's stated peak."""
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Padded token counts, ascending: 16, 64, 128, 192, 256, then four a doubling, so that at most
-    a quarter is padding; the last is `most` rounded up. None where `most` is 0.
+    """Padded token counts, ascending: 16, 64, 128, 192, 256, then four a doubling, so that larger
+    batches grow by a quarter at most; the last is `most` rounded up. None where `most` is 0.
     """
     found, at = [FEW], _STEP
     while at < most:
