@@ -77,6 +77,21 @@ class TakesFeatures(Protocol):
 
 
 @runtime_checkable
+class Pads(Protocol):
+    """A drafter whose own passes over prompts launch much, and can be padded and captured."""
+
+    def pad(self, *, rows: int, tokens: int, positions: int) -> None:
+        """From now on passes of up to so many rows and tokens are padded; `positions`: how far the
+        target's cache goes. Called after `on_device`.
+        """
+        ...
+
+    def warm_up(self) -> None:
+        """Capture them all, before there are requests."""
+        ...
+
+
+@runtime_checkable
 class KeepsState(Protocol):
     """A device form that keeps something of each slot from step to step."""
 

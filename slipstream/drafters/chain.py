@@ -22,11 +22,12 @@ from slipstream.drafters.specs import DrafterContext, DrafterSpec
 from slipstream.models.attention import Segment
 from slipstream.models.config import ModelConfig
 from slipstream.models.rope import RopeTable
-from slipstream.target.batch import Placed, lay_out, place
+from slipstream.target.batch import Placed, Placement, lay_out, place
 from slipstream.types import Draft, IntArray, OneHot, Row, Span, Verdict
 
 if TYPE_CHECKING:
     from slipstream.drafters.chain_device import ChainForm
+    from slipstream.drafters.chain_prompts import ChainPrompts
     from slipstream.models.cuda.chain import ChainKernels
 
 
@@ -134,6 +135,8 @@ class ChainDrafter:
         ]
         self._ready: dict[int, _Ready] = {}
         self._one_hot = False
+        self._kernels: ChainKernels | None = None
+        self._prompts: ChainPrompts | None = None
 
     @torch.inference_mode()
     def absorb(self, spans: Sequence[Span]) -> None:
@@ -148,11 +151,11 @@ class ChainDrafter:
             tokens,
             self.weights.fused(torch.cat([s.features for s in spans])),
         )
-        at = 0
-        for span in spans:
-            at += len(span.features)
+        ends = np.cumsum([len(s.features) for s in spans])
+        last = states[torch.from_numpy(ends - 1).to(states.device)]
+        for span, state in zip(spans, last, strict=True):
             reached = span.start + 1 + len(span.features)
-            self._ready[span.row.request_id] = _Ready(reached, states[at - 1])
+            self._ready[span.row.request_id] = _Ready(reached, state)
 
     def open(self, rows: Sequence[Row]) -> None:
         """Nothing: the prompt was absorbed chunk by chunk."""
@@ -211,14 +214,38 @@ class ChainDrafter:
         from slipstream.drafters.chain_device import ChainForm
 
         self._one_hot = True
+        self._kernels = self._kernels or self.weights.kernels()
         return ChainForm(
-            self.weights.kernels(),
+            self._kernels,
             needs=self.needs,
             draft_len=self.max_draft_len,
             storage=self.storage,
             known=self._ready,
             slots=self._max_users,
         )
+
+    def pad(self, *, rows: int, tokens: int, positions: int) -> None:
+        """From now on its own passes at the host's word run through the kernels, padded; see
+        `chain_prompts.ChainPrompts`. Nothing changes where `on_device` gave no form.
+        """
+        if self._kernels is None:
+            return
+        from slipstream.drafters.chain_prompts import ChainPrompts
+
+        self._prompts = ChainPrompts(
+            self._kernels,
+            self.storage,
+            rows=rows,
+            tokens=tokens,
+            positions=positions,
+            page_size=self._page_size,
+        )
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the padded passes, before there are requests."""
+        if self._prompts is not None:
+            self._prompts.warm_up()
 
     def _passes(self, lanes: Sequence[Lane]) -> tuple[Passes | None, list[int]]:
         """Passes over each lane's next position until one of them ends, and the lanes' order there.
@@ -265,6 +292,12 @@ class ChainDrafter:
     ) -> Tensor:
         """The layer over `tokens[i]` of each row from position `where[i][1]` on, in that order."""
         w = self.weights
+        if self._prompts is not None:
+            rows = [
+                Placement(len(own), start, row.pages)
+                for (row, start), own in zip(where, tokens, strict=True)
+            ]
+            return self._prompts.run([t for own in tokens for t in own], rows, states)
         placed: list[Placed] = [
             place(i, len(own), start, row.pages, self._page_size)
             for i, ((row, start), own) in enumerate(zip(where, tokens, strict=True))

@@ -69,8 +69,16 @@ class DFlashDrafter:
         )
         at = np.concatenate(positions)
         device = self.weights.model.device
+        features = torch.cat([s.features for s in spans])
+        if self.block.kernels:
+            from slipstream.drafters.dflash_device import take_in
+            from slipstream.target.device import send
+
+            sent = send([at.astype(np.int32), slots.astype(np.int32)], device)
+            take_in(self.weights, self.block.storage, features, positions=sent[0], cells=sent[1])
+            return
         context = self.weights.context(
-            torch.cat([s.features for s in spans]),
+            features,
             torch.from_numpy(at).to(device),
             int(at.max()),
         )

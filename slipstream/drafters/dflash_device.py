@@ -30,6 +30,35 @@ _TILE = 128
 """Most (token, query head) pairs of a tile; larger blocks are cut into several."""
 
 
+def take_in(
+    w: DFlash, storage: Sequence[Tensor], features: Tensor, *, positions: Tensor, cells: Tensor
+) -> None:
+    """Write the draft layers' keys and values of `features` [tokens, taps, hidden] to `storage`, at
+    `positions` and `cells` int32 [tokens]; a cell of -1 is left out.
+    """
+    config = w.model.config
+    fused = product(features.flatten(1), w.fc.weight, w.fc.bias)
+    context = rms_norm(fused, w.norm.weight, w.norm.eps)
+    fresh = product(context, w.kv.weight, w.kv.bias).chunk(config.num_layers, 1)
+    for layer, kv, own in zip(w.model.layers, fresh, storage, strict=True):
+        norms = layer.qk_norm
+        rotate_and_store(
+            kv,
+            rotations(w),
+            norms=norms[config.num_heads :] if norms is not None else None,
+            eps=config.norm_eps,
+            positions=positions,
+            slots=cells,
+            storage=own,
+            kv=config.num_kv_heads,
+        )
+
+
+def rotations(w: DFlash) -> tuple[Tensor, Tensor]:
+    """The tables of all positions: they must never move, and a block may reach past the end."""
+    return w.model.rope.tables(w.model.config.max_context + w.config.block_size)
+
+
 class Walk(Protocol):
     """Chooses a block's tokens from left to right, without the host: it is captured in a graph."""
 
@@ -92,8 +121,7 @@ class BlockPass:
         self._tile_first = self._tile_first.repeat(rows)
         vocab = w.config.draft_vocab or config.vocab_size
         self._chooser = Chooser(rows, form.draft_len, vocab=vocab, device=device)
-        # The tables must never move, and a block may reach past the context's end.
-        self._tables = w.model.rope.tables(config.max_context + width)
+        rotations(w)
         self._flat: Flat | None = None
 
     def enqueue(self, step: Step) -> None:
@@ -108,23 +136,14 @@ class BlockPass:
             step.counts.copy_(counts)
 
     def _take_in(self, step: Step) -> None:
-        """Keys and values of the positions the target saw last; rejected ones are overwritten."""
-        w, config = self._weights, self._weights.model.config
-        fused = product(step.features.flatten(1), w.fc.weight, w.fc.bias)
-        context = rms_norm(fused, w.norm.weight, w.norm.eps)
-        fresh = product(context, w.kv.weight, w.kv.bias).chunk(config.num_layers, 1)
-        for layer, kv, storage in zip(w.model.layers, fresh, self._form.storage, strict=True):
-            norms = layer.qk_norm
-            rotate_and_store(
-                kv,
-                self._tables,
-                norms=norms[config.num_heads :] if norms is not None else None,
-                eps=config.norm_eps,
-                positions=step.positions,
-                slots=step.cells,
-                storage=storage,
-                kv=config.num_kv_heads,
-            )
+        """What the target saw last; rejected positions are overwritten."""
+        take_in(
+            self._weights,
+            self._form.storage,
+            step.features,
+            positions=step.positions,
+            cells=step.cells,
+        )
 
     def _block(self, step: Step) -> Tensor:
         """States of the rows that draft, after the final norm: [rows * draft_len, hidden]."""

@@ -127,6 +127,14 @@ class DraftModelDrafter:
         """Forget reusable prefixes."""
         self.model.pool.reset_prefixes()
 
+    def pad(self, *, rows: int, tokens: int, positions: int) -> None:
+        """From now on the draft model's forwards are padded; none is larger than a catch-up."""
+        self.model.pad(rows=rows, tokens=min(tokens, CATCH_UP_TOKENS))
+
+    def warm_up(self) -> None:
+        """Compile and capture what the draft model will run."""
+        self.model.warm_up()
+
     def _lane(self, index: int, row: Row, width: int) -> _Lane | None:
         """The row's part of this draft, or None where it cannot draft."""
         memory = self._memories[row.request_id]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from slipstream.drafters.base import OnDevice, TakesFeatures
+from slipstream.drafters.base import OnDevice, Pads, TakesFeatures
 from slipstream.engine.lane import Lane, StepResult
 from slipstream.engine.sequence import Sequence
 from slipstream.types import Span, StepRecord, Verdict
@@ -23,10 +23,18 @@ def attach(
     (`target.graphs.StepShape`). `warm`: compile and capture now all that requests can need, rather
     than while they wait.
     """
-    if warm:
-        engine.target.warm_up()
-    drafter = engine.drafter
+    drafter, target = engine.drafter, engine.target
     form = drafter.on_device() if isinstance(drafter, OnDevice) else None
+    if target.loaded.model.device.type == "cuda":
+        # Steps that read prompts, and what the lane does not do: verify rows of every user.
+        tokens = engine.scheduler.prefill_chunk + max_users * (drafter.max_draft_len + 1)
+        target.pad(rows=max_users, tokens=tokens)
+        if isinstance(drafter, Pads):
+            drafter.pad(rows=max_users, tokens=tokens, positions=target.positions)
+    if warm:
+        target.warm_up()
+        if isinstance(drafter, Pads):
+            drafter.warm_up()
     one_hot = isinstance(drafter, OnDevice) or getattr(drafter, "one_hot", False)
     if form is not None or (one_hot and not drafter.needs):
         lane = Lane(engine.target, drafter, form, max_users=max_users, forced=forced)

@@ -20,14 +20,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from slipstream.drafters.base import DeviceForm, Drafter, KeepsState
 from slipstream.engine.sequence import Sequence
 from slipstream.sampling.fused import BROKEN, SKIPPED
 from slipstream.target.graphs import Step, StepShape
-from slipstream.target.slots import Slots
+from slipstream.target.slots import Entry, Slots
 from slipstream.target.target import Target
 from slipstream.types import Draft, StageTimes
 
@@ -263,39 +262,26 @@ class Lane:
 
     def _enter(self, rows: Seq[Sequence]) -> None:
         """Bring the tables up to date for these rows and pick the graph of their size."""
-        slots, device = self._slots, self._target.loaded.model.device
+        slots, entries = self._slots, []
         free = iter(sorted(set(range(slots.count)) - set(self._slot_of.values())))
         for row in rows:
             slot = self._slot_of.get(row.request_id)
             if slot is None:
                 slot = self._slot_of[row.request_id] = next(free)
-            known = self._synced.get(row.request_id, 0)
-            fresh = torch.tensor(row.tokens[known:], dtype=torch.int32)
-            slots.tokens[slot, known : len(row.tokens)].copy_(fresh)
-            self._synced[row.request_id] = len(row.tokens)
-            pages = torch.tensor(row.table.pages, dtype=torch.int32)[: slots.pages.shape[1]]
-            slots.pages[slot, : len(pages)].copy_(pages)
-        at = torch.tensor([self._slot_of[r.request_id] for r in rows], device=device)
-
-        def put(table: torch.Tensor, values: list[float]) -> None:
-            table[at] = torch.tensor(values, dtype=table.dtype, device=device)
-
-        put(slots.lengths, [len(r.tokens) for r in rows])
-        put(slots.stop_at, [_limit(r) for r in rows])
-        put(slots.knobs.heat, [r.params.temperature for r in rows])
-        put(slots.knobs.top_p, [r.params.top_p for r in rows])
-        put(slots.knobs.min_p, [r.params.min_p for r in rows])
-        put(slots.knobs.top_k, [r.params.top_k for r in rows])
-        slots.knobs.seed[at] = torch.tensor(
-            np.array([r.seed for r in rows], np.int64), device=device
-        )
+            known, length = self._synced.get(row.request_id, 0), len(row.tokens)
+            fresh, pages = row.tokens[known:], row.table.pages
+            entries.append(
+                Entry(slot, known, fresh, length, _limit(row), pages, row.params, row.seed)
+            )
+            self._synced[row.request_id] = length
+        at = slots.enter(entries)
         self._step = self._sized(rows)
         self._step.slot_of.fill_(slots.count)
         self._step.slot_of[: len(rows)] = at.int()
         self._step.cells.fill_(-1)  # whatever was committed has been absorbed
         self._members = list(rows)
         if isinstance(self._form, KeepsState):
-            self._form.entered(rows, at.tolist())
+            self._form.entered(rows, [entry.slot for entry in entries])
 
     def _sized(self, rows: Seq[Sequence]) -> Step:
         """The captured step that fits these rows."""

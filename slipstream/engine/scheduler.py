@@ -61,7 +61,7 @@ class Scheduler:
     ) -> None:
         self._pool = pool
         self._max_users = max_users
-        self._prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk
         self._prefix_cache, self._spare_pages = prefix_cache, spare_pages
         self._on_preempt = on_preempt
         self.waiting: deque[Sequence] = deque()
@@ -98,8 +98,8 @@ class Scheduler:
         decoding = [r for r in self.running if r.pending == 1 and r.opened]
         decoding = [r for r in decoding if self._make_room(r, len(r.tokens))]
         decoding = [r for r in decoding if r in self.running]
-        chunks = self._chunks(self._prefill_chunk)
-        self._admit(chunks, self._prefill_chunk - sum(c.length for c in chunks))
+        chunks = self._chunks(self.prefill_chunk)
+        self._admit(chunks, self.prefill_chunk - sum(c.length for c in chunks))
         return Batch(decoding, chunks)
 
     def decoding(self) -> list[Sequence]:

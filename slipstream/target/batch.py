@@ -28,6 +28,15 @@ _FOLD_LIMIT = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """A row of the flat batch: its token count, first position, and its page table."""
+
+    length: int
+    start: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
     """A row in the flat batch: its length and first position, and where its positions live.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -172,14 +173,24 @@ class Step:
         )
 
 
-def capture(enqueue: Callable[[], Any]) -> Any:
-    """The launches of `enqueue` as a `torch.cuda.CUDAGraph`, after a run that compiles them."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+def capture(enqueue: Callable[[], Any], *, pool: Any = None) -> Any:
+    """The launches of `enqueue` as a `torch.cuda.CUDAGraph`, after a run that compiles them.
+
+    `pool`: a `torch.cuda.graph_pool_handle` that graphs share of which no two ever run at once and
+    whose results lie elsewhere; None for memory of its own.
+    """
+    stream = _beside(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         enqueue()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         enqueue()
     return graph
+
+
+@cache
+def _beside(device: int) -> torch.cuda.Stream:
+    """The stream of the runs that compile: cuBLAS keeps a work space for every one it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -6,6 +6,10 @@ last slot is nobody's and pads a batch to a captured size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +17,7 @@ from torch import Tensor
 
 from slipstream.models.cuda.launch import overlap, wait
 from slipstream.sampling.fused import Knobs
+from slipstream.types import SamplingParams
 
 
 class Slots:
@@ -41,6 +46,52 @@ class Slots:
             top_k=table(),
             seed=table(dtype=torch.int64),
         )
+
+    def enter(self, entries: Sequence[Entry]) -> Tensor:
+        """Bring the tables up to date, all in one copy; the entries' slots, int64 [entries]."""
+        width = self.pages.shape[1]
+        pages = [entry.pages[:width] for entry in entries]
+        token_at = [e.slot * self.capacity + e.known + np.arange(len(e.tokens)) for e in entries]
+        page_at = [e.slot * width + np.arange(len(p)) for e, p in zip(entries, pages, strict=True)]
+        reals = [(e.params.temperature, e.params.top_p, e.params.min_p) for e in entries]
+        wholes = [(e.slot, e.seed, e.length, e.stop_at, e.params.top_k) for e in entries]
+        parts = [
+            *(np.array(column, np.int64) for column in zip(*wholes, strict=True)),
+            *(np.array(column, np.float64).view(np.int64) for column in zip(*reals, strict=True)),
+            np.concatenate(token_at),
+            np.array([token for e in entries for token in e.tokens], np.int64),
+            np.concatenate(page_at),
+            np.array([page for own in pages for page in own], np.int64),
+        ]
+        sent = torch.from_numpy(np.concatenate(parts)).to(self.tokens.device, non_blocking=True)
+        at, seed, length, stop_at, top_k, *columns = sent.split([len(part) for part in parts])
+        heat, top_p, min_p = (bits.view(torch.float64) for bits in columns[:3])
+        columns = columns[3:]
+        knobs = self.knobs
+        tables = (knobs.seed, self.lengths, self.stop_at, knobs.top_k)
+        tables += (knobs.heat, knobs.top_p, knobs.min_p)
+        values = (seed, length, stop_at, top_k, heat, top_p, min_p)
+        for table, value in zip(tables, values, strict=True):
+            table[at] = value.to(table.dtype)
+        self.tokens.view(-1)[columns[0]] = columns[1].int()
+        self.pages.view(-1)[columns[2]] = columns[3].int()
+        return at
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request that takes a slot, or is seen to in it: its `tokens` from index `known` on (the
+    device has the ones before), its length, and where it certainly ends.
+    """
+
+    slot: int
+    known: int
+    tokens: Sequence[int]
+    length: int
+    stop_at: int
+    pages: Sequence[int]
+    params: SamplingParams
+    seed: int
 
 
 @triton.jit

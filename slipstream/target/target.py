@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,7 +15,10 @@ from slipstream.cache.pages import PagePool
 from slipstream.errors import InvalidConfig, ModelError
 from slipstream.models.config import ModelConfig
 from slipstream.models.loading import LoadedModel
-from slipstream.target.batch import lay_out, place
+from slipstream.target.batch import Placement, lay_out, place
+
+if TYPE_CHECKING:
+    from slipstream.target.padded import PaddedTarget
 
 Index = NDArray[np.int64]
 
@@ -85,6 +89,7 @@ class Target:
             require_kernel_shape(self.config)
         self.kernels = self._model.device.type != "cpu"
         """Whether forwards run through the Triton kernels (in tests also on a CPU)."""
+        self._padded: PaddedTarget | None = None
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[ForwardRow]) -> ForwardOutput:
@@ -97,28 +102,59 @@ class Target:
             raise ValueError("a forward needs at least one row")
         self.forwards += 1
         flat = self._run_device(rows) if self.kernels else self._run_cpu(rows)
-        broken: frozenset[int] = frozenset()
-        if not bool(torch.isfinite(flat.hidden.sum(dtype=torch.float32))):
+        # What is read of the states is enqueued before the host waits to see whether they hold.
+        logits, features = self._read(rows, flat)
+        if bool(torch.isfinite(flat.hidden.sum(dtype=torch.float32))):
+            return ForwardOutput(logits, features)
+        if not self.kernels:
             # Rows at equal strides are viewed across each other's pages, hidden by a mask that
             # multiplies by zero: a NaN gets through. Alone, a row sees its own positions only.
-            flat = flat if self.kernels else self._run_cpu(rows, alone=True)
-            broken = self._wipe(flat)
-        wanted = np.concatenate(
-            [own[len(own) - row.logits :] for row, own in zip(rows, flat.order, strict=True)]
+            flat = self._run_cpu(rows, alone=True)
+            logits, features = self._read(rows, flat)
+        return ForwardOutput(logits, features, self._wipe(flat))
+
+    @property
+    def positions(self) -> int:
+        """How far a request's cache can reach."""
+        return min(self.pool.num_pages * self.pool.page_size, self.config.max_context)
+
+    def pad(self, *, rows: int, tokens: int) -> None:
+        """From now on kernels run forwards of up to so many rows and tokens padded to a few sizes,
+        on CUDA each one graph (`target.padded`); with 0 tokens none.
+        """
+        from slipstream.target.padded import PaddedTarget
+
+        pool = self.pool
+        self._padded = PaddedTarget(
+            self._model,
+            self.storage,
+            page_size=pool.page_size,
+            positions=self.positions,
+            rows=rows,
+            tokens=tokens,
+            taps=self.taps,
+            ahead=self.ahead,
         )
-        features = None
-        if flat.tapped:
-            features = _take(torch.stack(flat.tapped, 1), np.concatenate(flat.order))
-        logits = self._logits(_take(flat.hidden, wanted))
-        return ForwardOutput(logits, features, broken)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """On an accelerator: compile every kernel now. Only before there are requests."""
+        """On an accelerator: compile and capture everything now. Only before there are requests."""
         from slipstream.target.device import warm_up
 
         warm_up(self._model, storage=self.storage, page_size=self.pool.page_size)
         self._logits(self._model.embedding[:1])
+        if self._padded is not None:
+            self._padded.padded.warm_up()
+
+    def _read(self, rows: Sequence[ForwardRow], flat: _Flat) -> tuple[Tensor, Tensor | None]:
+        """Logits where they are wanted, and features, in the rows' order."""
+        wanted = np.concatenate(
+            [own[len(own) - row.logits :] for row, own in zip(rows, flat.order, strict=True)]
+        )
+        features = flat.features
+        if features is not None:
+            features = _take(features, np.concatenate(flat.order))
+        return self._logits(_take(flat.hidden, wanted)), features
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if not self.kernels:
@@ -128,21 +164,28 @@ class Target:
         return logits(self._model, hidden)
 
     def _run_device(self, rows: Sequence[ForwardRow]) -> _Flat:
-        from slipstream.target.device import Placement, run_rows
+        from slipstream.target.device import run_rows
 
         lengths = [len(row.tokens) for row in rows]
         ends = np.cumsum(lengths)
+        order = [np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+        ids = [t for row in rows for t in row.tokens]
+        placed = [Placement(n, row.start, row.pages) for n, row in zip(lengths, rows, strict=True)]
+        if self._padded is not None:
+            found = self._padded.run(ids, placed)
+            if found is not None:
+                hidden, features, slots = found
+                return _Flat(hidden, features, slots, order)
         hidden, tapped, slots = run_rows(
             self._model,
-            [t for row in rows for t in row.tokens],
-            [Placement(n, row.start, row.pages) for n, row in zip(lengths, rows, strict=True)],
+            ids,
+            placed,
             storage=self.storage,
             page_size=self.pool.page_size,
             taps=self.taps,
             ahead=self.ahead,
         )
-        order = [np.arange(end - n, end) for end, n in zip(ends, lengths, strict=True)]
-        return _Flat(hidden, tapped, slots, order)
+        return _Flat(hidden, _stacked(tapped), slots, order)
 
     def _run_cpu(self, rows: Sequence[ForwardRow], *, alone: bool = False) -> _Flat:
         size = self.pool.page_size
@@ -162,7 +205,7 @@ class Target:
             plan_of=flat.plan_of,
             taps=self.taps,
         )
-        return _Flat(hidden, tapped, flat.slots, flat.order)
+        return _Flat(hidden, _stacked(tapped), flat.slots, flat.order)
 
     def read_cache(self, pages: Sequence[int], tokens: int) -> Tensor:
         """Keys and values of the first `tokens` positions: [layers, tokens, 2 * kv_heads,
@@ -180,8 +223,9 @@ class Target:
         Returns the rows that had such tokens.
         """
         broken = ~torch.isfinite(flat.hidden).all(-1)
+        slots = flat.slots[broken].long()
         for layer in self.storage:
-            layer.index_fill_(0, flat.slots[broken], 0.0)
+            layer.index_fill_(0, slots, 0.0)
         bad = broken.cpu().numpy()
         return frozenset(i for i, own in enumerate(flat.order) if bad[own].any())
 
@@ -200,7 +244,7 @@ class _Flat:
     """What a run over the flat batch gave. `order[i]`: where the caller's row i lies in it."""
 
     hidden: Tensor
-    tapped: list[Tensor]
+    features: Tensor | None
     slots: Tensor
     order: list[Index]
 
@@ -226,6 +270,11 @@ def _storage(
             f"A cache of {slots} tokens needs {gigabytes:.1f} GiB, more than there is; use fewer."
         ) from error
     return [whole[i * slots : (i + 1) * slots] for i in range(config.num_layers)]
+
+
+def _stacked(tapped: Sequence[Tensor]) -> Tensor | None:
+    """[tokens, taps, hidden] of the taps, None without any."""
+    return torch.stack(list(tapped), 1) if tapped else None
 
 
 def _take(x: Tensor, index: Index) -> Tensor:

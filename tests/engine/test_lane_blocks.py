@@ -80,13 +80,18 @@ def spec(method, folder, **changes):
     return f"dspark:{folder}:3" + (",stop=0.3" if kind == "gated" else "")
 
 
-def arms(drafter, users=2, loaded=LOADED, **kwargs):
-    """Plain decoding and the drafter on the CPU, and the drafter in a lane."""
+def arms(drafter, users=2, loaded=LOADED, *, padded=False, **kwargs):
+    """Plain decoding and the drafter on the CPU, and the drafter in a lane. `padded`: prompts there
+    run, and are taken in, as on a GPU.
+    """
     kwargs = {"max_users": users, "kv_tokens": 1024, **kwargs}
     plain = LLM(loaded, drafter="none", **kwargs)
     host, fast = plain.fork(drafter), plain.fork(drafter)
     fast.engine.target.kernels = True
     attach(fast.engine, max_users=users)
+    if padded:
+        fast.engine.target.pad(rows=users, tokens=64)
+        fast.drafter.block.kernels = True
     assert fast.engine.fast is not None
     assert not fast.engine.drafts_beside_prompts
     fast.engine.drafts_beside_prompts = True  # every draft of the host's can be compared then
@@ -160,6 +165,36 @@ def test_draining_reused_slots_and_prefixes_change_no_draft(method, tmp_path):
         prompts = [[*p, *c.token_ids, 3] for p, c in zip(prompts, found, strict=True)]
     assert sum(c.cached_tokens for c in found) > 60
     assert accepted(found) > 2
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2 reduced", "dspark"])
+def test_padded_prompts_are_taken_in_by_kernels(method, tmp_path, monkeypatch):
+    """Chunk by chunk, beside rows that decode; drafts say whether the draft cache is right."""
+    plain, host, fast = arms(spec(method, tmp_path), padded=True, prefill_chunk=20)
+    each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (10, 5, 9, 6)]
+    expected, wanted = plain.generate(PROMPTS, each), host.generate(PROMPTS, each)
+    monkeypatch.setattr(type(fast.drafter.weights), "context", None)  # not the host's way
+    found = fast.generate(PROMPTS, each)
+    assert ids(found) == ids(expected)
+    assert drafts(found) == drafts(wanted)
+    assert accepted(found) > 0
+    assert any(r.prefill_tokens and not r.prefill for c in found for r in c.records)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash2 reduced"])
+def test_the_kernels_take_in_what_the_host_does(method, tmp_path):
+    _, host, fast = arms(spec(method, tmp_path), padded=True)
+    taps, size = len(host.drafter.needs), LOADED.config.hidden_size
+    noise = torch.Generator().manual_seed(4)
+    spans = [
+        Span(Fresh([3] * 60, pages=pages), start, torch.randn(count, taps, size, generator=noise))
+        for pages, start, count in (((5, 2, 9), 0, 40), ((7, 1), 13, 5), ((3,), 2, 1))
+    ]
+    host.drafter.absorb(spans)
+    fast.drafter.absorb(spans)
+    for found, expected in zip(fast.drafter.block.storage, host.drafter.block.storage, strict=True):
+        assert int(expected.flatten(1).any(1).sum()) == 46
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_nothing_is_drafted_beside_a_prompt(tmp_path):

@@ -5,6 +5,7 @@ import tests.interpreter  # noqa: F401, I001 - first
 import pytest
 import torch
 
+from slipstream.drafters import chain_prompts
 from slipstream.engine import LLM
 from slipstream.engine.fast import attach
 from slipstream.models.config import from_hf
@@ -88,13 +89,19 @@ def light(tmp_path_factory):
     return mtp(tmp_path_factory.mktemp("drafter"), 26) + ":3"
 
 
-def trio(spec, **kwargs):
-    """The same weights three times: without drafts, the host's drafts, and the lane."""
+def trio(spec, *, padded=False, **kwargs):
+    """The same weights three times: without drafts, the host's drafts, and the lane. `padded`:
+    prompts there run as on a GPU.
+    """
     kwargs = {"max_users": 4, "kv_tokens": 2048, **kwargs}
     plain = LLM(LOADED, **kwargs)
     host, fast = plain.fork(spec), plain.fork(spec)
     fast.engine.target.kernels = True
     attach(fast.engine, max_users=kwargs["max_users"])
+    if padded:
+        room = {"rows": kwargs["max_users"], "tokens": 64}
+        fast.engine.target.pad(**room)
+        fast.engine.drafter.pad(**room, positions=fast.engine.target.positions)
     assert fast.engine.fast is not None
     assert not fast.engine.drafts_beside_prompts
     fast.engine.drafts_beside_prompts = True  # every draft of the host's can be compared then
@@ -140,13 +147,15 @@ def steps(completions):
     return [[(r.depth, r.drafted, r.accepted) for r in c.records] for c in completions]
 
 
-def same_drafts(spec, prompts, params, *, exactly=True, **kwargs):
+def same_drafts(spec, prompts, params, *, exactly=True, watch=None, **kwargs):
     """Tokens and every single draft token are the host's, and `exactly`: all that was accepted;
     what was drafted in the lane, what was accepted there, and both arms.
 
     Not exactly: pages run short at other times, but wherever both draft, they draft the same.
     """
     plain, host, fast = trio(spec, **kwargs)
+    if watch is not None:
+        watch(fast)
     expected = ids(plain.generate(prompts, params))
     host.engine.drafter.on_device()  # as greedy as in the lane
     wanted, _ = watched(host)
@@ -167,6 +176,19 @@ def same_drafts(spec, prompts, params, *, exactly=True, **kwargs):
 VARIED = [PROMPTS[2], PROMPTS[4]]
 
 
+def sizes_of(padded):
+    """Sizes that passes of a padded forward have from now on; None for one that is not padded."""
+    seen, fit = [], padded.fit
+
+    def noting(tokens, rows):
+        found = fit(tokens, rows)
+        seen.append(found and found[0].shape.tokens)
+        return found
+
+    padded.fit = noting
+    return seen
+
+
 def test_the_lane_drafts_what_the_host_drafts(spec):
     laned, accepted, _ = same_drafts(spec, VARIED, GREEDY)
     assert laned > 30
@@ -181,6 +203,38 @@ def test_the_kernels_for_few_rows_draft_the_same(method, tmp_path, monkeypatch):
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     laned, *_ = same_drafts(METHODS[method](tmp_path) + ":3", VARIED[:1], params)
     assert laned > 5
+
+
+@pytest.mark.parametrize("method", ["eagle3, two layers", "eagle3, few tokens", "mtp", "gated mtp"])
+def test_padded_prompts_are_taken_in_as_the_host_does(method, tmp_path, monkeypatch):
+    """Chunk by chunk, beside rows that decode, and what the lane's last step saw."""
+    passes = []
+    made = chain_prompts.Padded
+
+    def noted(*args, **named):
+        passes.append(made(*args, **named))
+        return passes[-1]
+
+    monkeypatch.setattr(chain_prompts, "Padded", noted)
+    spec, sizes = METHODS[method](tmp_path) + ":3", []
+
+    def watch(llm):
+        sizes.append(sizes_of(passes[-1]))
+
+    each = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 7, 5)]
+    prompts = [PROMPTS[2], PROMPTS[4], [*PROMPTS[2], 5, 9, 3]]
+    laned, *_ = same_drafts(
+        spec, prompts, each, padded=True, watch=watch, max_users=2, prefill_chunk=24
+    )
+    assert laned > 5
+    assert set(sizes[0]) == {16, 64}
+
+
+def test_passes_too_large_to_pad_run_all_the_same(light):
+    long = [(PROMPTS[2] * 5)[:n] for n in (50, 45)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    laned, *_ = same_drafts(light, long, params, padded=True, prefill_chunk=200)
+    assert laned > 2
 
 
 def test_sampled_requests_are_drafted_greedily_and_keep_their_tokens(light):
