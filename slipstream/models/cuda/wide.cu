@@ -87,7 +87,8 @@ __device__ void fetch_x(const Ring& ring, int s, const Map& x, int column) {
   fetch(ring.x + s * X_BYTES, x, ring.full + 8 * s, column, 0, READ_OFTEN);
 }
 
-// The weight does not depend on the kernel in front: its first tiles are asked for at once.
+// The weight does not depend on the kernel in front: its first tiles are asked for at once. The kernel
+// behind may start when that one has ended, so it may read what that one wrote before it waits.
 __device__ void produce(const Ring& ring, const Map& x, const Map& weight, int blocks, int columns) {
   int first = blockIdx.y * blocks * BLOCK, ahead = blocks < STAGES ? blocks : STAGES;
   for (int i = 0; i < ahead; i++) fetch_weight(ring, i, weight, first + i * BLOCK, columns);
@@ -212,7 +213,6 @@ extern "C" __global__ void __cluster_dims__(1, SPLIT, 1) __launch_bounds__(32 * 
     if (threadIdx.x % 32 == 0) produce(ring, x, weight, blocks, columns);
     return;
   }
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   float d[NUMBERS];
   multiply(ring, d, blocks);
   constexpr int TILE_OUT = GATED ? TILE / 2 : TILE;
