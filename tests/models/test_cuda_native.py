@@ -1,5 +1,6 @@
 """The kernels in CUDA C++: which shapes they take, and, on a GPU, what they compute."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ if not torch.cuda.is_available():
 from torch.nn import functional as F
 
 from slipstream.models.cuda.attention import Tiles, attend, scratch_for
-from slipstream.models.cuda.native import available
+from slipstream.models.cuda.native import available, can_compile
 from slipstream.models.cuda.norm import add_norm
 from slipstream.models.cuda.verify import fills, fits, serves
 from slipstream.models.cuda.wide import Cut, choose, cut_for, wgmma, wide
@@ -79,6 +80,11 @@ def test_programs_that_fill_the_chip():
     assert [n for n in (64, 118, 119, 128, 132, 133, 160, 256) if fills(n, H200)] == [
         119, 128, 132, 256,
     ]  # fmt: skip
+
+
+def test_without_a_compiler_the_other_kernels_serve(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    assert not can_compile.__wrapped__()
 
 
 def test_elsewhere_the_other_kernels_serve():

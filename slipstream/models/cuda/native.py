@@ -1,8 +1,8 @@
 """Kernels in CUDA C++, compiled where they run and launched early.
 
-For the two places where Triton's code leaves a quarter of the bandwidth idle (docs/log.md). The
-compiler (NVRTC) and the driver's bindings come with PyTorch's CUDA builds; where they do not, the
-kernels in Triton or the stock ones serve.
+For the two places where Triton's code leaves a quarter of the bandwidth idle (docs/log.md). They
+need NVIDIA's compiler as a library (NVRTC) and the package cuda-bindings; where these are missing,
+kernels in Triton or the stock ones serve, and `slipstream doctor` says so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,9 +26,18 @@ Argument = Tensor | int | float | Any
 @cache
 def available(device: torch.device) -> bool:
     """Whether this device can run such kernels and this Python can compile them."""
-    if not is_hopper(device) or torch.cuda.get_device_capability(device)[0] != 9:
+    return is_hopper(device) and torch.cuda.get_device_capability(device)[0] == 9 and can_compile()
+
+
+@cache
+def can_compile() -> bool:
+    """Whether compiler and bindings are there and answer."""
+    try:
+        from cuda.bindings import driver, nvrtc
+
+        return not int(nvrtc.nvrtcVersion()[0]) and not int(driver.cuDriverGetVersion()[0])
+    except (ImportError, RuntimeError, OSError):
         return False
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def processors(device: torch.device) -> int:
