@@ -257,7 +257,9 @@ tokens and the others decode; medians of {body["rounds"]} rounds taken in turn, 
     for name, arms in body["milliseconds"].items():
         drafter, readers = name.removesuffix(" readers").split(", ")
         if drafter != "forward":
-            times = [arms[arm][part] for part in ("verify", "mixed") for arm in ("eager", "captured")]
+            times = [
+                arms[arm][part] for part in ("verify", "mixed") for arm in ("eager", "captured")
+            ]
             text += f"| `{drafter}` | {readers} | {' | '.join(f'{t:.1f}' for t in times)} |\n"
     return text
 

@@ -36,6 +36,7 @@ def peer(method: str, folder: str, draft_len: int, target: str, prompts: str) ->
         max_model_len=2048,
         enforce_eager=True,
         max_num_seqs=1,
+        gpu_memory_utilization=0.5,  # of the memory, on a CPU as well
         disable_log_stats=False,
         speculative_config={
             "method": method,
@@ -102,7 +103,12 @@ def main(given: argparse.Namespace) -> None:
             out = Path(folder) / spec.partition(":")[0]
             command = [sys.executable, "-m", "slipstream", "export", spec, "--out", str(out)]
             subprocess.run(command, check=True, capture_output=True)
-            both = {"ours": ours(spec, work), "theirs": theirs(given, spec, out, prompts)}
+            method, _, draft_len = spec.partition(":")
+            both = {
+                "ours": ours(spec, work),
+                "exported": ours(f"{method}:{out}:{draft_len}", work),
+                "theirs": theirs(given, spec, out, prompts),
+            }
             record["arms"][spec] = both
             print(spec, json.dumps(both), flush=True)
     given.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ from slipstream.models.reduced import check_mapping, named, target_ids
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _HEAD, _D2T, _T2D = "lm_head.weight", "d2t", "t2d"
-_WHOLE = ("mtp", "dflash", "dflash2")
+_WHOLE = ("mtp", "dflash2")
 """Methods that other engines serve with the target's whole head only."""
 _BY_DRAFTED = ("candidate_selector.successor_codebook",)
 """With a row for every token of which only those of drafted tokens are read."""

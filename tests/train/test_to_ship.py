@@ -120,5 +120,5 @@ def test_a_reduced_head_ships_as_ids_and_is_whole_where_others_need_it(recipe, t
             save_file(lame, folder / "model.safetensors")
             with pytest.raises(ModelError, match=says):
                 arm.fork(f"{recipe}:{folder}:3")
-    whole = recipe in ("mtp", "dflash", "dflash2")
+    whole = recipe in ("mtp", "dflash2")
     assert ("d2t" in load_file(full / "model.safetensors")) is not whole
