@@ -6,6 +6,8 @@
 # Wants one GPU of 80 GB or more; on one NVIDIA H200 it takes 35 minutes. Two rounds, as they were
 # made: the second has three times the texts, and larger networks that begin as the first round's. It
 # made EAGLE-3 larger and no better, so the first round's ships.
+# `slipstream texts` has changed since: its prompts quote real code and documents and keep the lab's
+# out, which those of the drafters that ship did not wholly (docs/log.md, sixth session).
 # Processes that share a GPU do twice as much under NVIDIA's MPS: `nvidia-cuda-mps-control -d` first
 # (docs/log.md). Whatever was stopped goes on where it was.
 set -euo pipefail
