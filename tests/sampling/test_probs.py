@@ -223,7 +223,8 @@ def test_a_law_of_few_tokens_is_the_same_law(seed: int, params: SamplingParams) 
         assert probs.dtype == np.float32
         assert ids.tolist() == whole[row].nonzero().flatten().tolist()
         assert probs.tolist() == whole[row, ids].tolist()
-        for uniform in (0.0, 0.25, 0.7):
+        # Not a quarter: tied tokens have an edge there, and sums of blocks round to either side.
+        for uniform in (0.0, 0.2371, 0.7083):
             (dense,) = invert_cdf(
                 whole[row : row + 1], torch.tensor([uniform], dtype=torch.float64)
             ).tolist()
