@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from slipstream.models.config import ModelConfig
 from slipstream.models.cuda.attention import MAX_SPLITS, Scratch, Tiles, scratch_for
 from slipstream.models.cuda.layers import Flat, run_layers
+from slipstream.models.cuda.native import processors
 from slipstream.models.dense import Model
 from slipstream.target.batch import Placement
 
@@ -191,7 +192,7 @@ def multiprocessors(device: torch.device) -> int:
     """How many there are; 1 where Triton's interpreter stands in."""
     if device.type != "cuda":
         return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return processors(device)
 
 
 def _page_tables(rows: Sequence[Placement], page_size: int) -> Index:

@@ -50,9 +50,10 @@ def cut_for(x: Tensor, weight: Tensor, *, gated: bool = False) -> Cut | None:
 def choose(columns: int, inner: int, *, gated: bool, at_once: int) -> Cut | None:
     """The cut that gives nearly every multiprocessor one program, with tiles of 64 rows or more.
 
-    None for weights too small or too large for that: the stock products serve those.
+    None for weights too small or too large for that: the stock products serve those. At most two
+    programs share a tile: clusters of four do not all fit on an H200 at once (docs/log.md).
     """
-    for split in (1,) if gated else (1, 2, 4):
+    for split in (1,) if gated else (1, 2):
         for tile in _TILES:
             fits = columns % tile == tile % (8 * split) == inner % (_BLOCK * split) == 0
             if fits and 0.9 * at_once <= columns // tile * split <= at_once:
