@@ -18,6 +18,8 @@ import json
 import statistics
 import sys
 import time
+from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +32,42 @@ from slipstream.lab.prompts import pool
 from slipstream.sampling.probs import shape_probs
 from slipstream.sampling.uniforms import Purpose, Uniforms
 from slipstream.target.target import ForwardRow
-from slipstream.types import Completion, SamplingParams
+from slipstream.types import Completion, FinishReason, SamplingParams
 
 TOLERANCE = 1e-3  # nats, float32
 SHARE = 1e-3  # of probability, float32
 USERS = 16
 
 
-def soak(llm: LLM, seconds: float) -> tuple[list[tuple[list[int], SamplingParams]], dict[int, Any]]:
+@dataclass(slots=True)
+class Answers:
+    """What is kept of answers. Their records are forgotten: hundreds of thousands of
+    objects that stay alive would make Python's collector walk for longer and longer.
+
+    `ends`: tokens and why they ended, by request. `steps`: host and verify seconds of steps of the
+    lane (they have no separate draft time), by step.
+    """
+
+    ends: dict[int, tuple[array[int], FinishReason] | None]
+    steps: dict[int, tuple[float, float]]
+
+    def take(self, completion: Completion) -> None:
+        self.ends[completion.request_id] = (
+            array("i", completion.token_ids),
+            completion.finish_reason,
+        )
+        for record in completion.records:
+            if record.times.draft == 0 and record.times.sample == 0:
+                self.steps[record.step] = (record.times.host, record.times.verify)
+
+
+def soak(llm: LLM, seconds: float) -> tuple[list[tuple[list[int], SamplingParams]], Answers]:
     """Random traffic for some seconds, then until all are answered."""
     rng = np.random.default_rng(5)
     texts = [list(p.messages or ()) for kind in ("chat", "code") for p in pool(kind)]
     prompts = [llm.encode(t) for t in texts]
-    engine, jobs, done = llm.engine, [], {}
+    jobs: list[tuple[list[int], SamplingParams]] = []
+    engine, found = llm.engine, Answers({}, {})
     end, due = time.perf_counter() + seconds, 0.0
     while time.perf_counter() < end or engine.has_work:
         now = time.perf_counter()
@@ -53,63 +78,60 @@ def soak(llm: LLM, seconds: float) -> tuple[list[tuple[list[int], SamplingParams
                 temperature=float(rng.choice([0.0, 0.7])),
                 seed=len(jobs),
             )
-            done[engine.submit(prompt, params)] = None
+            found.ends[engine.submit(prompt, params)] = None
             jobs.append((prompt, params))
             due = now + float(rng.exponential(0.05))
         for output in engine.step() if engine.has_work else ():
             if output.completion is not None:
-                done[output.request_id] = output.completion
-    return jobs, done
+                found.take(output.completion)
+    return jobs, found
 
 
-def stalls(completions: list[Completion]) -> dict[str, float]:
-    """Host time of lane steps (they have no separate draft time), in median steps."""
-    steps = {
-        r.step: r.times
-        for c in completions
-        for r in c.records
-        if r.times.draft == 0 and r.times.sample == 0
-    }
-    step = statistics.median(t.verify for t in steps.values())
-    host = sorted(t.host for t in steps.values())
+def stalls(found: Answers) -> dict[str, float]:
+    """Host time of lane steps, in median steps."""
+    step = statistics.median(verify for _, verify in found.steps.values())
+    host = sorted(host for host, _ in found.steps.values())
     return {
-        "lane_steps": len(steps),
+        "lane_steps": len(host),
         "median_step_ms": step * 1e3,
         "median_host_steps": host[len(host) // 2] / step,
         "worst_host_steps": host[-1] / step,
+        "host_steps_above_1": sum(h > step for h in host),
     }
 
 
-def compare(llm: LLM, jobs: list[Any], found: list[Completion], seconds: float) -> dict[str, Any]:
+def compare(llm: LLM, jobs: list[Any], found: list[Any], seconds: float) -> dict[str, Any]:
     """Each request alone, plainly, until the time is over; forks with the margin at the first
     token that differs.
     """
-    forks, compared, end = [], 0, time.perf_counter() + seconds
-    for (prompt, params), completion in zip(jobs, found, strict=True):
+    forks: list[dict[str, Any]] = []
+    compared, end = 0, time.perf_counter() + seconds
+    for (prompt, params), (own, why) in zip(jobs, found, strict=True):
+        tokens = tuple(own)
         if time.perf_counter() > end:
             break
         compared += 1
         if compared % 50 == 0:
             note(f"{compared} of {len(jobs)} compared, {len(forks)} differ")
         (alone,) = llm.generate([prompt], params)
-        if alone.token_ids == completion.token_ids:
+        if alone.token_ids == tokens:
             continue
         at = next(
             (
                 i
-                for i, pair in enumerate(zip(alone.token_ids, completion.token_ids, strict=False))
+                for i, pair in enumerate(zip(alone.token_ids, tokens, strict=False))
                 if pair[0] != pair[1]
             ),
-            min(len(alone.token_ids), len(completion.token_ids)),
+            min(len(alone.token_ids), len(tokens)),
         )
         fork: dict[str, Any] = {"at": at, "temperature": params.temperature}
-        if at == min(len(alone.token_ids), len(completion.token_ids)):
-            fork["ends"] = [alone.finish_reason.value, completion.finish_reason.value]
+        if at == min(len(alone.token_ids), len(tokens)):
+            fork["ends"] = [alone.finish_reason.value, why.value]
         elif params.greedy:
             fork["margin"] = llm.score(prompt, list(alone.token_ids))[0][at]
         else:
             before = [*prompt, *alone.token_ids[:at]]
-            fork["miss"] = miss(llm, before, params, completion.token_ids[at])
+            fork["miss"] = miss(llm, before, params, tokens[at])
         forks.append(fork)
     explained = sum(
         fork.get("margin", 1.0) < TOLERANCE or fork.get("miss", 1.0) < SHARE for fork in forks
@@ -147,10 +169,9 @@ def main() -> None:
     llm = LLM(drafter="ngram:3", dtype="float32", max_users=USERS, kv_tokens=USERS * 1024)
     note(f"loaded after {time.perf_counter() - begun:.0f} s")
     gc.collect()
-    gc.freeze()  # as servers do: what stays for good is not walked through again and again
-    jobs, done = soak(llm, seconds)
+    gc.freeze()  # what stays for good is not walked through again and again
+    jobs, answers = soak(llm, seconds)
     note(f"{len(jobs)} requests answered after {time.perf_counter() - begun:.0f} s")
-    found = list(done.values())
     kept = np.random.default_rng(6).permutation(len(jobs))[:most].tolist()
     body = {
         "bench": "gpu_soak",
@@ -160,13 +181,13 @@ def main() -> None:
         "preemptions": llm.engine.scheduler.preemptions,
         "tolerance": TOLERANCE,
         "share": SHARE,
-        **stalls(found),
+        **stalls(answers),
         "requests": len(jobs),
     }
     write(body, out)  # what was measured stays, whatever the comparison does
     alone = llm.fork("none", max_users=1)
     limit = option("--compare-seconds", 80.0)
-    body |= compare(alone, [jobs[i] for i in kept], [found[i] for i in kept], limit)
+    body |= compare(alone, [jobs[i] for i in kept], [answers.ends[i] for i in kept], limit)
     write(body, out)
     print(json.dumps(body, indent=1))
 

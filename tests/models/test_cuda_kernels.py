@@ -10,7 +10,7 @@ import torch
 
 from slipstream.models.cuda.attention import Tiles, attend, scratch_for
 from slipstream.models.cuda.chain import joined
-from slipstream.models.cuda.linear import Tile, linear, linear_gated, linear_norm
+from slipstream.models.cuda.linear import Normed, Tile, linear, linear_gated, linear_norm
 from slipstream.models.cuda.norm import add_norm, rms_norm, silu_gate
 from slipstream.models.cuda.rope import rotate_and_store
 from slipstream.models.layers import Norm
@@ -44,6 +44,17 @@ def test_linear(rows, columns, inner, dressed):
     if dressed:
         expected = expected + bias.double() + residual.double()
     close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("rows", [16, 33, 65, 100])
+@pytest.mark.parametrize("inner", [64, 72, 128, 256])
+def test_tiles_chosen_by_size_serve_every_row(rows, inner):
+    x, weight = randn(rows, inner, dtype=torch.float32), randn(80, inner, dtype=torch.float32)
+    expected = x.double() @ weight.double().t()
+    close(linear(x, weight), expected, 1e-5)
+    gate, up = expected.chunk(2, -1)
+    found = linear_gated(Normed(x, x, None), weight, None, eps=1e-5)
+    close(found, torch.nn.functional.silu(gate) * up, 1e-5)
 
 
 def test_a_product_made_ready_for_the_next_norm_without_a_stream_before_it():

@@ -118,7 +118,7 @@ class MtpKernels:
         w, first = self._weights, self._weights.block.attention_norm
         both = joined(tokens, w.embedding, states, w.token_norm, state_norm=w.state_norm)
         gate = None
-        if few(both) and w.gate is None:
+        if few(both, w.join.weight) and w.gate is None:
             stream = linear_norm(both, w.join.weight, w.join.bias, None, first.weight)
         else:
             x = product(both, w.join.weight, w.join.bias)

@@ -21,6 +21,9 @@ from slipstream.models.linear import Linear
 
 _WIDE = 8192
 """From so many output columns on the stock product reads weights as fast as ours."""
+_SMALL, _MORE_ROWS = 2**22, 128
+"""Weights of so many numbers at most are read so fast that launches count, up to so many rows:
+every tile of rows reads them again, and norms and gates still ride along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,8 @@ def run_normed(
         attended = _attention(model, i, stream, flat, storage[i])
         if gate is not None and i == 0:
             attended.mul_(gate)
-        stream = _joined(attended, layer.out, stream, layer.mlp_norm)
+        due = few(attended, layer.gate_up.weight)
+        stream = _joined(attended, layer.out, stream, layer.mlp_norm, due=due)
         stream = _joined(_gated(stream, layer), layer.down, stream, norms[i])
         if i + 1 in taps:
             states[i + 1] = stream.x
@@ -113,17 +117,18 @@ def logits(model: Model, hidden: Tensor) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute x @ weight.T + bias by whichever way reads this weight faster."""
-    if few(x) and len(weight) < _WIDE:
+    if few(x, weight) and len(weight) < _WIDE:
         return linear(x, weight, bias)
     cut = cut_for(x, weight) if bias is None else None
     return wide(x, weight, cut) if cut else F.linear(x, weight, bias)
 
 
-def few(x: Tensor) -> bool:
-    """Whether the kernels for few rows serve this input: they pay where weights are what is read,
-    and float32 is left to the stock products, whose sums the tests compare.
+def few(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels for few rows serve this product: they pay where weights are what is read,
+    or where launches are, and float32 is left to the stock products, whose sums the tests compare.
     """
-    return len(x) <= FEW_ROWS and x.dtype != torch.float32
+    most = _MORE_ROWS if weight.numel() <= _SMALL else FEW_ROWS
+    return len(x) <= most and x.dtype != torch.float32
 
 
 def _attention(model: Model, index: int, stream: Normed, flat: Flat, storage: Tensor) -> Tensor:
@@ -153,16 +158,18 @@ def _attention(model: Model, index: int, stream: Normed, flat: Flat, storage: Te
     )
 
 
-def _joined(x: Tensor, w: Linear, stream: Normed, norm: Norm) -> Normed:
-    """The stream with the product of x added, ready for `norm`."""
-    if few(x):
+def _joined(x: Tensor, w: Linear, stream: Normed, norm: Norm, *, due: bool = True) -> Normed:
+    """The stream with the product of x added, ready for `norm`. `due`: whether the next product
+    takes a stream whose 1 / rms is still due.
+    """
+    if due and few(x, w.weight):
         return linear_norm(x, w.weight, w.bias, stream.x, norm.weight)
     return add_norm(stream.x, product(x, w.weight, w.bias), norm.weight, norm.eps)
 
 
 def _gated(stream: Normed, layer: Layer) -> Tensor:
     w = layer.gate_up
-    if few(stream.scaled):
+    if few(stream.scaled, w.weight):
         return linear_gated(stream, w.weight, w.bias, eps=layer.mlp_norm.eps)
     cut = cut_for(stream.scaled, w.weight, gated=True) if w.bias is None else None
     if cut:
