@@ -1,18 +1,20 @@
-"""What a step costs in which some rows decode and others read a prompt, unpadded and captured.
+"""What it costs those who decode when others come and have their prompts read.
 
     python bench/prefill_steps.py [--rounds 30] [--specs none,mtp:3,dflash:7] [--readers 1,2,4]
                                   [--prompt 300] [--users 16] [--device cuda] [--out FILE.json]
 
-Two engines a drafter on the same weights take rounds in turn, so that noise hits both alike: in one
-of them forwards run launch by launch (`eager`), in the other padded and captured, as requests meet
-them (`captured`; on a CPU nothing is captured and both do the same). In a round, `readers` requests
-of `prompt` tokens come to an engine in which the other users decode. Medians in milliseconds:
+Three engines a drafter on the same weights take rounds in turn, so that noise hits all alike. In
+`eager` and `shared` prompts share a forward with the rows that decode, launch by launch and padded
+and captured; in `beside` they are read between the steps of the lane, as requests meet it where a
+forward is bound by launches (on a CPU there is no lane, and all three do the same). In a round,
+`readers` requests of `prompt` tokens come to an engine in which the other users decode. Medians in
+milliseconds:
 
-- `forward`: the target's forward of such a batch alone, until the host has seen that it held;
+- `forward`: the target's forward of a mixed batch alone, until the host has seen that it held;
   `device` from the first launch to the last on the device's own clock, its waiting included;
-- `mixed`: the engine's whole step that reads the prompts, and of it `verify` (the forward), `draft`
-  (with what the drafter takes in), `sample` and `host`;
-- `next`: the step after it, in which the lane takes the new rows in.
+- `plain`: a step of a row that decodes when nobody comes;
+- `others`: by how much longer 16 steps of such a row take when prompts come;
+- `first`: from their coming to the first token of all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import json
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +39,23 @@ from slipstream.engine.sequence import Sequence
 from slipstream.errors import InvalidConfig, SlipstreamError
 from slipstream.target.target import ForwardRow, Target
 
-ARMS = ("eager", "captured")
+ARMS = ("eager", "shared", "beside")
 WARM_ROUNDS = 3
+STEPS = 16
 DECODED = 400  # tokens in the cache of a row that decodes, in `forward`
 Times = dict[str, list[float]]
 
 
-def unpadded(engine: Engine) -> None:
-    """Run the engine's forwards launch by launch from now on."""
-    if engine.target.kernels:
+def set_up(engine: Engine, arm: str) -> Engine:
+    """Make an engine read prompts as an arm does."""
+    if arm != "beside":
+        engine.target.pads = lambda tokens: False  # type: ignore[method-assign]
+    if arm == "eager" and engine.target.kernels:
         engine.target.pad(rows=1, tokens=0)
         drafter = engine.drafter
         if isinstance(drafter, Pads):
             drafter.pad(rows=1, tokens=0, positions=engine.target.positions)
+    return engine
 
 
 def prompt(rng: np.random.Generator, length: int) -> list[int]:
@@ -89,12 +96,12 @@ def timed_forward(target: Target, rows: list[ForwardRow]) -> dict[str, float]:
 
 def forwards(base: LLM, users: int, readers: int, length: int, rounds: int) -> dict[str, Times]:
     """Times of the forward alone, by arm."""
-    found: dict[str, Times] = {arm: defaultdict(list) for arm in ARMS}
-    engines = {arm: base.fork("none").engine for arm in ARMS}
-    unpadded(engines["eager"])
+    arms = ARMS[:2]
+    found: dict[str, Times] = {arm: defaultdict(list) for arm in arms}
+    engines = {arm: set_up(base.fork("none").engine, arm) for arm in arms}
     rows = {arm: batch(engine.target, users, readers, length) for arm, engine in engines.items()}
     for i in range(-WARM_ROUNDS, rounds):
-        for arm in ARMS if i % 2 else reversed(ARMS):
+        for arm in arms if i % 2 else reversed(arms):
             for name, spent in timed_forward(engines[arm].target, rows[arm]).items():
                 if i >= 0:
                     found[arm][name].append(spent)
@@ -104,44 +111,42 @@ def forwards(base: LLM, users: int, readers: int, length: int, rounds: int) -> d
 class Rounds:
     """An engine with rows that decode, to which prompts come."""
 
-    def __init__(self, base: LLM, spec: str, *, users: int, length: int, eager: bool) -> None:
+    def __init__(self, base: LLM, spec: str, *, users: int, length: int, arm: str) -> None:
         self._rng, self._length, self._users = np.random.default_rng(1), length, users
-        self.engine = base.fork(spec).engine
-        if eager:
-            unpadded(self.engine)
+        self.engine = set_up(base.fork(spec).engine, arm)
         self.times: Times = defaultdict(list)
 
     def fill(self, count: int) -> None:
         """Let `count` requests decode that do not end."""
         for row in list(self.engine.rows):
             self.engine.cancel(row.request_id)
-        for _ in range(count):
-            self._submit(100_000)
+        rows = [self._submit(100_000) for _ in range(count)]
+        self._marker = rows[0]
         while any(not row.opened for row in self.engine.rows):
             self.engine.step()
 
     def take(self, readers: int, *, keep: bool) -> None:
-        """One round."""
-        engine = self.engine
-        for _ in range(4):
-            engine.step()
-        engine.settle()
-        come = [self._submit(4) for _ in range(readers)]
-        step = 0.0
-        while not all(row.opened for row in come):
-            step = self._timed()
-        after = self._timed()
+        """One round: some steps alone, as many in which prompts come."""
+        plain = self._steps(lambda: None)
+        come: list[Sequence] = []
+        spent = self._steps(lambda: come.extend(self._submit(4) for _ in range(readers)))
+        while any(self.engine.knows(row.request_id) for row in come):
+            self.engine.step()
         if keep:
-            times = come[0].records[0].times
-            parts = {"verify": times.verify, "draft": times.draft, "sample": times.sample}
-            for name, spent in (parts | {"host": times.host, "mixed": step, "next": after}).items():
-                self.times[name].append(1e3 * spent)
-        while any(engine.knows(row.request_id) for row in come):
-            engine.step()
+            first = max(row.chunk_times[0] - row.arrived for row in come)
+            found = {"plain": plain / STEPS, "others": spent - plain, "first": first}
+            for name, seconds in found.items():
+                self.times[name].append(1e3 * seconds)
 
-    def _timed(self) -> float:
-        begin = time.perf_counter()
-        self.engine.step()
+    def _steps(self, meanwhile: Callable[[], None]) -> float:
+        """Seconds of some steps of a row that decodes; `meanwhile` is called after the second."""
+        records, begin = self._marker.records, 0.0
+        start, called = len(records), False
+        while len(records) < start + 2 + STEPS:
+            if len(records) >= start + 2 and not called:
+                begin, called = time.perf_counter(), True
+                meanwhile()
+            self.engine.step()
         return time.perf_counter() - begin
 
     def _submit(self, tokens: int) -> Sequence:
@@ -154,9 +159,7 @@ def rounds_of(
     base: LLM, spec: str, users: int, readers: int, length: int, rounds: int
 ) -> dict[str, Times]:
     """Times of whole steps, by arm."""
-    arms = {
-        arm: Rounds(base, spec, users=users, length=length, eager=arm == "eager") for arm in ARMS
-    }
+    arms = {arm: Rounds(base, spec, users=users, length=length, arm=arm) for arm in ARMS}
     for arm in arms.values():
         arm.fill(users - readers)
     for i in range(-WARM_ROUNDS, rounds):
@@ -179,7 +182,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     readers = [int(n) for n in args.readers.split(",")]
     if not all(1 <= n < args.users for n in readers):
         raise InvalidConfig(f"--readers is {args.readers}; allowed: 1 to {args.users - 1}.")
-    room = args.prompt + (WARM_ROUNDS + args.rounds) * 128
+    room = args.prompt + (WARM_ROUNDS + args.rounds) * 200
     base = LLM(max_users=args.users, kv_tokens=args.users * room, device=args.device)
     found: dict[str, Any] = {}
 

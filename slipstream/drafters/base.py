@@ -96,8 +96,9 @@ class KeepsState(Protocol):
     """A device form that keeps something of each slot from step to step."""
 
     def entered(self, rows: Sequence[Row], slots: Sequence[int]) -> None:
-        """Row i sits in slot `slots[i]` from the next launch on. Nothing is in flight, and all that
-        was committed has been absorbed: what was kept of these slots before is to be replaced.
+        """Row i sits in slot `slots[i]` from the next launch on, and all that was committed of it
+        has been absorbed: what was kept of these slots before is to be replaced. Without waiting:
+        steps may be in flight, for whom only what is enqueued behind them changes nothing.
         """
         ...
 

@@ -152,7 +152,7 @@ class ChainDrafter:
             self.weights.fused(torch.cat([s.features for s in spans])),
         )
         ends = np.cumsum([len(s.features) for s in spans])
-        last = states[torch.from_numpy(ends - 1).to(states.device)]
+        last = states[torch.from_numpy(ends - 1).to(states.device, non_blocking=True)]
         for span, state in zip(spans, last, strict=True):
             reached = span.start + 1 + len(span.features)
             self._ready[span.row.request_id] = _Ready(reached, state)

@@ -77,9 +77,10 @@ class ChainForm:
         if not rows:
             return
         found: list[Ready | None] = [self._known.get(row.request_id) for row in rows]
-        at = torch.tensor(slots, device=self.states.device)
         lengths = [ready.tokens if ready is not None else -1 for ready in found]
-        self.ready[at] = torch.tensor(lengths, dtype=torch.int32, device=self.ready.device)
+        sent = torch.tensor([list(slots), lengths]).to(self.states.device, non_blocking=True)
+        at = sent[0]
+        self.ready[at] = sent[1].int()
         nothing = self.states.new_zeros(self.states.shape[1])
         self.states[at] = torch.stack([r.state if r is not None else nothing for r in found])
 

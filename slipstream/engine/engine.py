@@ -16,7 +16,8 @@ import torch
 
 from slipstream.cache.pages import PageTable
 from slipstream.drafters.base import Drafter, TakesFeatures
-from slipstream.engine.features import fed_rows, spans
+from slipstream.engine.clock import Clock
+from slipstream.engine.features import Fed, fed_rows, spans
 from slipstream.engine.scheduler import Batch, Scheduler
 from slipstream.engine.sequence import Sequence
 from slipstream.engine.text import NoText, TextStream, TokenText
@@ -33,7 +34,6 @@ from slipstream.types import (
     Draft,
     FinishReason,
     SamplingParams,
-    StageTimes,
     StepRecord,
     Verdict,
 )
@@ -50,26 +50,6 @@ class StepOutput:
     tokens: tuple[int, ...]
     text: str
     completion: Completion | None
-
-
-class _Clock:
-    """Splits a step's wall time into stages."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-        self.seconds = {"draft": 0.0, "verify": 0.0, "sample": 0.0}
-
-    def lap(self, stage: str | None) -> None:
-        """Book the time since the last lap under `stage`; None leaves it to the host."""
-        now = time.perf_counter()
-        if stage is not None:
-            self.seconds[stage] += now - self._last
-        self._last = now
-
-    def times(self) -> StageTimes:
-        """Stages so far; whatever was not booked is host time."""
-        total = time.perf_counter() - self._start
-        return StageTimes(**self.seconds, host=total - sum(self.seconds.values()))
 
 
 class Engine:
@@ -200,7 +180,7 @@ class Engine:
             outputs = self.fast.step()
             if outputs is not None:
                 return outputs
-        clock = _Clock()
+        clock = Clock()
         batch = self.scheduler.schedule()
         outputs = self._finish_exhausted()
         if not batch.decoding and not batch.chunks:
@@ -212,13 +192,26 @@ class Engine:
         plan = self._reserve(batch, plan)
         draft = self.drafter.draft(batch.decoding, plan).padded(len(batch.rows))
         clock.lap("draft")
-        scores = self._verify(batch, draft)
+        fed = fed_rows(batch, draft)
+        scores = self.target.forward(self.forward_rows(batch, draft))
         clock.lap("verify")
         verdict = self.verifier.verify(batch.rows, draft, scores.logits, self.uniforms)
         clock.lap("sample")
-        records = self._advance(batch, draft, verdict, scores, clock)
+        return outputs + self.conclude(batch, draft, verdict, fed, scores, clock)
+
+    def conclude(
+        self,
+        batch: Batch,
+        draft: Draft,
+        verdict: Verdict,
+        fed: Seq[Fed],
+        scores: ForwardOutput,
+        clock: Clock,
+    ) -> list[StepOutput]:
+        """What follows a forward over the rows `fed` and its verdict."""
+        records = self._advance(batch, draft, verdict, fed, scores, clock)
         self.observe(records)
-        return outputs + self.emit(batch.rows, records) + self._fail_chunks(batch, scores)
+        return self.emit(batch.rows, records) + self._fail_chunks(batch, scores)
 
     def observe(self, records: Seq[StepRecord]) -> None:
         """Show the records of a finished step to whoever learns from them."""
@@ -231,8 +224,8 @@ class Engine:
                 plan[i] = self.scheduler.reserve_draft(row, int(plan[i]), reach=self._reach)
         return plan
 
-    def _verify(self, batch: Batch, draft: Draft) -> ForwardOutput:
-        """One forward over [anchor + draft tokens] of decoding rows and over prompt chunks."""
+    def forward_rows(self, batch: Batch, draft: Draft) -> list[ForwardRow]:
+        """[anchor + draft tokens] of decoding rows, and prompt chunks."""
         rows = []
         for i, row in enumerate(batch.decoding):
             tokens = [row.tokens[-1], *draft.row(i)]
@@ -241,19 +234,19 @@ class Engine:
             row, start = chunk.row, chunk.row.computed
             tokens = row.tokens[start : start + chunk.length]
             rows.append(ForwardRow(tokens, start, row.table.pages, int(chunk.ends_prompt)))
-        return self.target.forward(rows)
+        return rows
 
     def _advance(
         self,
         batch: Batch,
         draft: Draft,
         verdict: Verdict,
+        fed: Seq[Fed],
         scores: ForwardOutput,
-        clock: _Clock,
+        clock: Clock,
     ) -> list[StepRecord]:
         """Commit, stop, roll back caches by length, tell the drafter; one record a row."""
         ending = batch.ending
-        fed = fed_rows(batch, draft)
         for chunk in batch.chunks:
             chunk.row.computed += chunk.length
         facts = [

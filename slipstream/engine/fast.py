@@ -8,6 +8,7 @@ import numpy as np
 
 from slipstream.drafters.base import OnDevice, Pads, TakesFeatures
 from slipstream.engine.lane import Lane, StepResult
+from slipstream.engine.reading import Reading
 from slipstream.engine.sequence import Sequence
 from slipstream.types import Span, StepRecord, Verdict
 
@@ -46,24 +47,51 @@ def attach(
 
 
 class FastPath:
-    """Steps through the lane while every running request only decodes."""
+    """Steps through the lane while requests decode; new ones' prompts are read between them."""
 
     def __init__(self, engine: Engine, lane: Lane) -> None:
         self._engine, self.lane = engine, lane
         self._hold = False  # broken logits: the engine's own step says what is wrong with them
+        self._reading: Reading | None = None
+        self._before = 0  # steps in flight that were launched before the reading
 
     def step(self) -> list[StepOutput] | None:
         """One round through the lane; None where the engine has to take its own step now."""
-        lane, engine = self.lane, self._engine
-        rows = engine.scheduler.decoding()
+        lane, scheduler = self.lane, self._engine.scheduler
+        rows = scheduler.decoding
+        if scheduler.reads and self._reading is None and not self._reads(rows):
+            rows = []
         while rows and not lane.full and not self._hold:
             if not self._launch(rows):
                 break
+        if self._reading is not None and not self._before:
+            return self._read(self._reading)
         if lane.busy:
+            self._before = max(0, self._before - 1)
             return self._finish(lane.collect())
         lane.leave()
         self._hold = False
         return None
+
+    def _reads(self, rows: list[Sequence]) -> bool:
+        """Have the device read prompts beside the lane; False where these and the decoding rows
+        should share a forward. With no step in flight the lane may be unable to go on.
+        """
+        lane, engine = self.lane, self._engine
+        goes_on = rows and lane.pipelined and lane.busy and not self._hold
+        if not goes_on or not engine.target.pads(engine.scheduler.prefill_chunk):
+            return False
+        batch = engine.scheduler.prompts()
+        if batch.chunks:
+            self._before = lane.in_flight
+            self._reading = Reading(engine, batch, begun=lane.clock(), done=lane.clock())
+        return True
+
+    def _read(self, reading: Reading) -> list[StepOutput]:
+        outputs, seconds = reading.finish()
+        self._reading = None
+        self.lane.skip(seconds)
+        return outputs
 
     def forget(self, row: Sequence) -> None:
         """A request ended or was preempted."""

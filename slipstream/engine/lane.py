@@ -107,7 +107,7 @@ class Lane:
         self._flights: deque[_Flight] = deque()
         self._last = 0.0
         self._cuda = model.device.type == "cuda"
-        self._clock = cuda_clock if self._cuda else HostClock
+        self.clock = cuda_clock if self._cuda else HostClock
 
     # --- who may use it ----------------------------------------------------------------------
 
@@ -127,6 +127,11 @@ class Lane:
     def busy(self) -> bool:
         """Whether steps are in flight."""
         return bool(self._flights)
+
+    @property
+    def in_flight(self) -> int:
+        """How many steps are."""
+        return len(self._flights)
 
     @property
     def current(self) -> Step:
@@ -151,14 +156,15 @@ class Lane:
         if not all(self._cover(row, len(row.tokens) + reach) for row in rows):
             return False
         if not self._serves(rows, exactly=draft is not None):
-            if self._flights:
+            if not self._flights:
+                self._enter(rows)
+            elif draft is not None or not self._join(rows):
                 return False
-            self._enter(rows)
         step = self._step
         assert step is not None
         if draft is not None:
             self._send_draft(step, draft)
-        begun, done, landed = self._clock(), self._clock(), self._clock()
+        begun, done, landed = self.clock(), self.clock(), self.clock()
         begun.record()
         step.launch()
         done.record()
@@ -199,9 +205,13 @@ class Lane:
         self._members = []
         return step.features.view(step.shape.rows, -1, *step.features.shape[1:])
 
+    @torch.inference_mode()
     def forget(self, row: Sequence) -> None:
         """A request ended or left: its slot is free. What is in flight for it is discarded."""
         slot = self._slot_of.pop(row.request_id, None)
+        if row in self._members:
+            # Its pages may be another's when the next step takes in what this one saw of it.
+            self._row_cells(self._members.index(row)).fill_(-1)
         self._synced.pop(row.request_id, None)
         self._covered.pop(row.request_id, None)
         if slot is not None:
@@ -213,6 +223,11 @@ class Lane:
         if self._flights:
             self._flights[-1].clocks[-1].synchronize()
         self._last = 0.0
+
+    def skip(self, seconds: float) -> None:
+        """The device did something else for so long: that is no host time of a step."""
+        if self._last:
+            self._last += seconds
 
     def leave(self) -> None:
         """Nothing is in flight and the host goes its own way: sizes and pages may change."""
@@ -262,6 +277,35 @@ class Lane:
 
     def _enter(self, rows: Seq[Sequence]) -> None:
         """Bring the tables up to date for these rows and pick the graph of their size."""
+        self._bring(rows)
+        self._step = self._sized(rows)
+        self._step.cells.fill_(-1)  # whatever was committed has been absorbed
+        self._members = list(rows)
+        self._send_members(self._step)
+
+    def _join(self, rows: Seq[Sequence]) -> bool:
+        """Let new rows take the places of ended ones behind the steps in flight; False, and nothing
+        changed, where these rows want another graph.
+        """
+        step = self._step
+        known = {row.request_id for row in self._members}
+        new = [row for row in rows if row.request_id not in known]
+        if step is None or not self._members or step.shape.rows != _size(len(rows)):
+            return False
+        if not step.shape.sampled and any(not row.params.greedy for row in new):
+            return False
+        self._bring(new)
+        ended = (i for i, row in enumerate(self._members) if row.request_id not in self._slot_of)
+        for row, place in zip(new, [*ended, *[None] * len(new)], strict=False):
+            if place is None:
+                self._members.append(row)
+            else:
+                self._members[place] = row
+        self._send_members(step)
+        return True
+
+    def _bring(self, rows: Seq[Sequence]) -> None:
+        """Bring the tables up to date for these rows, each in a slot of its own."""
         slots, entries = self._slots, []
         free = iter(sorted(set(range(slots.count)) - set(self._slot_of.values())))
         for row in rows:
@@ -274,14 +318,22 @@ class Lane:
                 Entry(slot, known, fresh, length, _limit(row), pages, row.params, row.seed)
             )
             self._synced[row.request_id] = length
-        at = slots.enter(entries)
-        self._step = self._sized(rows)
-        self._step.slot_of.fill_(slots.count)
-        self._step.slot_of[: len(rows)] = at.int()
-        self._step.cells.fill_(-1)  # whatever was committed has been absorbed
-        self._members = list(rows)
+        slots.enter(entries)
         if isinstance(self._form, KeepsState):
             self._form.entered(rows, [entry.slot for entry in entries])
+
+    def _send_members(self, step: Step) -> None:
+        """Tell the step whom its batch rows serve; those of ended requests serve nobody."""
+        nobody = self._slots.count
+        slots = [self._slot_of.get(row.request_id, nobody) for row in self._members]
+        slots += [nobody] * (step.shape.rows - len(slots))
+        step.slot_of.copy_(torch.tensor(slots, dtype=torch.int32), non_blocking=True)
+
+    def _row_cells(self, index: int) -> torch.Tensor:
+        """Where the last step's tokens of a batch row lie in the cache."""
+        step = self.current
+        width = step.shape.draft_len + 1
+        return step.cells[index * width : (index + 1) * width]
 
     def _sized(self, rows: Seq[Sequence]) -> Step:
         """The captured step that fits these rows."""

@@ -95,19 +95,27 @@ class Scheduler:
         """Pick the rows of the next step; may preempt. Rows that can never go on, because the
         whole pool is too small for them, end up in `exhausted`.
         """
-        decoding = [r for r in self.running if r.pending == 1 and r.opened]
-        decoding = [r for r in decoding if self._make_room(r, len(r.tokens))]
+        decoding = [r for r in self.decoding if self._make_room(r, len(r.tokens))]
         decoding = [r for r in decoding if r in self.running]
+        return Batch(decoding, self.prompts().chunks)
+
+    def prompts(self) -> Batch:
+        """The next prompt chunks alone; lets requests in where there is room, preempts nobody."""
         chunks = self._chunks(self.prefill_chunk)
         self._admit(chunks, self.prefill_chunk - sum(c.length for c in chunks))
-        return Batch(decoding, chunks)
+        return Batch([], chunks)
 
-    def decoding(self) -> list[Sequence]:
-        """The running rows if all of them decode and nobody waits to be let in, else none."""
+    @property
+    def reads(self) -> bool:
+        """Whether some running request's prompt is not read yet, or one waits to be let in."""
         if self.waiting and len(self.running) < self._max_users:
-            return []
-        ready = all(row.opened and row.pending == 1 for row in self.running)
-        return list(self.running) if ready else []
+            return True
+        return not all(row.opened and row.pending == 1 for row in self.running)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The running rows that decode."""
+        return [row for row in self.running if row.opened and row.pending == 1]
 
     def reserve_draft(self, row: Sequence, draft_len: int, *, reach: int = 0) -> int:
         """`draft_len` where there are pages for it, else 0: drafting never preempts.

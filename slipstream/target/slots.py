@@ -47,8 +47,8 @@ class Slots:
             seed=table(dtype=torch.int64),
         )
 
-    def enter(self, entries: Sequence[Entry]) -> Tensor:
-        """Bring the tables up to date, all in one copy; the entries' slots, int64 [entries]."""
+    def enter(self, entries: Sequence[Entry]) -> None:
+        """Bring the tables up to date, all in one copy, behind whatever is in flight."""
         width = self.pages.shape[1]
         pages = [entry.pages[:width] for entry in entries]
         token_at = [e.slot * self.capacity + e.known + np.arange(len(e.tokens)) for e in entries]
@@ -75,7 +75,6 @@ class Slots:
             table[at] = value.to(table.dtype)
         self.tokens.view(-1)[columns[0]] = columns[1].int()
         self.pages.view(-1)[columns[2]] = columns[3].int()
-        return at
 
 
 @dataclass(frozen=True, slots=True)

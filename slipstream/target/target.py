@@ -50,6 +50,17 @@ class ForwardOutput:
     broken: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A forward that may still run. `total`: the sum of its hidden states, finite if all are."""
+
+    rows: Sequence[ForwardRow]
+    flat: _Flat
+    logits: Tensor
+    features: Tensor | None
+    total: Tensor
+
+
 class Target:
     """A model with a KV pool of its own. Several targets may share one `LoadedModel`'s weights.
 
@@ -91,27 +102,40 @@ class Target:
         """Whether forwards run through the Triton kernels (in tests also on a CPU)."""
         self._padded: PaddedTarget | None = None
 
-    @torch.inference_mode()
     def forward(self, rows: Sequence[ForwardRow]) -> ForwardOutput:
         """Run all rows at once, write their keys and values, return logits and features.
 
         Each token sees exactly the cached positions before it and the earlier tokens of its own
         row: what one-by-one decoding would have seen.
         """
+        return self.settle(self.launch(rows))
+
+    @torch.inference_mode()
+    def launch(self, rows: Sequence[ForwardRow]) -> Launched:
+        """Enqueue a forward; before the next one is launched, it has to be settled."""
         if not rows:
             raise ValueError("a forward needs at least one row")
         self.forwards += 1
         flat = self._run_device(rows) if self.kernels else self._run_cpu(rows)
-        # What is read of the states is enqueued before the host waits to see whether they hold.
         logits, features = self._read(rows, flat)
-        if bool(torch.isfinite(flat.hidden.sum(dtype=torch.float32))):
+        return Launched(rows, flat, logits, features, flat.hidden.sum(dtype=torch.float32))
+
+    @torch.inference_mode()
+    def settle(self, launched: Launched) -> ForwardOutput:
+        """What a launched forward gave; waits for the device."""
+        flat, logits, features = launched.flat, launched.logits, launched.features
+        if bool(torch.isfinite(launched.total)):
             return ForwardOutput(logits, features)
         if not self.kernels:
             # Rows at equal strides are viewed across each other's pages, hidden by a mask that
             # multiplies by zero: a NaN gets through. Alone, a row sees its own positions only.
-            flat = self._run_cpu(rows, alone=True)
-            logits, features = self._read(rows, flat)
+            flat = self._run_cpu(launched.rows, alone=True)
+            logits, features = self._read(launched.rows, flat)
         return ForwardOutput(logits, features, self._wipe(flat))
+
+    def pads(self, tokens: int) -> bool:
+        """Whether forwards of so many tokens run padded: launching them is what takes time."""
+        return self._padded is not None and tokens <= self._padded.padded.largest
 
     @property
     def positions(self) -> int:
@@ -281,4 +305,4 @@ def _take(x: Tensor, index: Index) -> Tensor:
     """x[index] along dimension 0, without a copy where the index is all of it in order."""
     if len(index) == x.shape[0] and bool((index == np.arange(len(index))).all()):
         return x
-    return x.index_select(0, torch.from_numpy(index).to(x.device))
+    return x.index_select(0, torch.from_numpy(index).to(x.device, non_blocking=True))
