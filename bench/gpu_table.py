@@ -236,29 +236,35 @@ shows none. {looping:.0%} of the answers loop, which any drafter guesses. Ledger
 SLOW_CHAINS = """
 At 16 users `mtp` and `eagle3` were measured with a fault: features that the host takes in went
 through cuDNN's attention, which plans a quarter of a second for every new shape. It is switched off
-since (`engine/llm.py`); these cells were not measured again. What held the other arms down at 16
-users were steps that read prompts, launched kernel by kernel; they are captured since, and these
-cells were not measured again either.
+since (`engine/llm.py`). What held the other arms down at 16 users were steps that read prompts,
+launched kernel by kernel; they are captured since and run beside the lane. None of these cells was
+measured again with the weights that ship.
 """
 
 
 def prompts() -> str:
-    """Steps in which some rows read a prompt, launched kernel by kernel and captured."""
+    """What it costs those who decode when others come, by how their prompts are read."""
     body = json.loads((RESULTS / "prefill.json").read_text())
     text = f"""
-## Steps that also read prompts
+## Prompts that come while others decode
 
-`bench/prefill_steps.py`: SmolLM2-135M in bfloat16, {body["users"]} users of whom some read a prompt of {body["prompt"]}
-tokens and the others decode; medians of {body["rounds"]} rounds taken in turn, in milliseconds.
+`bench/prefill_steps.py`: SmolLM2-135M in bfloat16, {body["users"]} users of whom some come with a prompt of {body["prompt"]}
+tokens while the others decode; medians of {body["rounds"]} rounds taken in turn, in milliseconds. *Others wait*:
+by how much longer 16 steps of a row that decodes take; *first token*: from the coming to the first
+token of all who came. Prompts share a forward with the rows that decode, launched kernel by kernel
+(`eager`) or captured (`shared`), or are read between steps of the lane (`beside`, what requests meet:
+`engine/reading.py`).
 
-| drafter | reading | forward, kernel by kernel | captured | whole step, kernel by kernel | captured |
-|---|--:|--:|--:|--:|--:|
+| drafter | coming | others wait, eager | shared | beside | first token, eager | shared | beside |
+|---|--:|--:|--:|--:|--:|--:|--:|
 """
     for name, arms in body["milliseconds"].items():
         drafter, readers = name.removesuffix(" readers").split(", ")
         if drafter != "forward":
             times = [
-                arms[arm][part] for part in ("verify", "mixed") for arm in ("eager", "captured")
+                arms[arm][part]
+                for part in ("others", "first")
+                for arm in ("eager", "shared", "beside")
             ]
             text += f"| `{drafter}` | {readers} | {' | '.join(f'{t:.1f}' for t in times)} |\n"
     return text
