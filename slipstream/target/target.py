@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -88,7 +89,6 @@ class Target:
                 f"Feature tap {bad[0]} does not exist; this model has taps 0 to "
                 f"{self.config.num_layers}."
             )
-        self.pool = PagePool(num_pages, page_size)
         self.taps, self.ahead = taps, ahead
         self.forwards = 0
         self._model = loaded.model
@@ -96,6 +96,7 @@ class Target:
             self.config, num_pages * page_size, self._model.dtype, self._model.device
         )
         """One [slots, 2 * kv_heads, head_dim] tensor a layer: keys, then values."""
+        self.pool = PagePool(num_pages, page_size)
         if self._model.device.type != "cpu":
             require_kernel_shape(self.config)
         self.kernels = self._model.device.type != "cpu"
@@ -284,12 +285,12 @@ def _storage(
     try:
         if device.type == "cpu":
             # calloc: the operating system hands out zero pages when they are touched.
-            count = int(np.prod(size)) * dtype.itemsize
+            count = math.prod(size) * dtype.itemsize
             whole = torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(size)
         else:
             whole = torch.zeros(size, dtype=dtype, device=device)
-    except (MemoryError, RuntimeError) as error:
-        gigabytes = int(np.prod(size)) * dtype.itemsize / 2**30
+    except (MemoryError, RuntimeError, ValueError) as error:  # the last for absurd sizes
+        gigabytes = math.prod(size) * dtype.itemsize / 2**30
         raise ModelError(
             f"A cache of {slots} tokens needs {gigabytes:.1f} GiB, more than there is; use fewer."
         ) from error

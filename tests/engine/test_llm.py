@@ -4,6 +4,7 @@ import pytest
 
 from slipstream import LLM, InvalidConfig, InvalidRequest, SamplingParams, SlipstreamError
 from slipstream.engine.llm import as_prompts
+from slipstream.errors import ModelError
 from slipstream.models.tiny import save_tiny, tiny_model
 
 
@@ -127,3 +128,9 @@ def test_scores_are_the_margins_of_the_models_own_greedy_answer(llm):
     assert tuple(best) == done.token_ids
     assert len(margins) == 8
     assert min(margins) >= 0
+
+
+@pytest.mark.parametrize("tokens", [10**13, 10**15])
+def test_a_cache_larger_than_the_memory_is_a_sentence_at_the_start(tokens):
+    with pytest.raises(ModelError, match=rf"A cache of {tokens} tokens needs .* GiB.*use fewer"):
+        LLM(tiny_model("llama"), kv_tokens=tokens)
