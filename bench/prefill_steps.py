@@ -111,8 +111,8 @@ def forwards(base: LLM, users: int, readers: int, length: int, rounds: int) -> d
 class Rounds:
     """An engine with rows that decode, to which prompts come."""
 
-    def __init__(self, base: LLM, spec: str, *, users: int, length: int, arm: str) -> None:
-        self._rng, self._length, self._users = np.random.default_rng(1), length, users
+    def __init__(self, base: LLM, spec: str, *, length: int, arm: str) -> None:
+        self._rng, self._length = np.random.default_rng(1), length
         self.engine = set_up(base.fork(spec).engine, arm)
         self.times: Times = defaultdict(list)
 
@@ -159,7 +159,7 @@ def rounds_of(
     base: LLM, spec: str, users: int, readers: int, length: int, rounds: int
 ) -> dict[str, Times]:
     """Times of whole steps, by arm."""
-    arms = {arm: Rounds(base, spec, users=users, length=length, arm=arm) for arm in ARMS}
+    arms = {arm: Rounds(base, spec, length=length, arm=arm) for arm in ARMS}
     for arm in arms.values():
         arm.fill(users - readers)
     for i in range(-WARM_ROUNDS, rounds):

@@ -208,8 +208,30 @@ class Engine:
         scores: ForwardOutput,
         clock: Clock,
     ) -> list[StepOutput]:
-        """What follows a forward over the rows `fed` and its verdict."""
-        records = self._advance(batch, draft, verdict, fed, scores, clock)
+        """After a forward over the rows `fed` and its verdict: commit, stop, roll back caches by
+        length, tell the drafter; one record a row.
+        """
+        ending = batch.ending
+        for chunk in batch.chunks:
+            chunk.row.computed += chunk.length
+        facts = [
+            self._commit(row, i, draft, verdict, decoded=i < len(batch.decoding))
+            for i, row in enumerate(batch.rows)
+        ]
+        for row in ending:
+            self.scheduler.publish(row)
+        clock.lap(None)
+        if scores.features is not None and isinstance(self.drafter, TakesFeatures):
+            self.drafter.absorb(spans(fed, scores.features))
+        self._tell_drafter(batch, verdict)
+        clock.lap("draft")
+        times, prefilled = clock.times(), sum(c.length for c in batch.chunks)
+        records = [
+            StepRecord(self.steps, *fact, len(batch.rows), prefilled, times) for fact in facts
+        ]
+        for row, record in zip(batch.rows, records, strict=True):
+            row.records.append(record)
+        self.steps += 1
         self.observe(records)
         return self.emit(batch.rows, records) + self._fail_chunks(batch, scores)
 
@@ -235,39 +257,6 @@ class Engine:
             tokens = row.tokens[start : start + chunk.length]
             rows.append(ForwardRow(tokens, start, row.table.pages, int(chunk.ends_prompt)))
         return rows
-
-    def _advance(
-        self,
-        batch: Batch,
-        draft: Draft,
-        verdict: Verdict,
-        fed: Seq[Fed],
-        scores: ForwardOutput,
-        clock: Clock,
-    ) -> list[StepRecord]:
-        """Commit, stop, roll back caches by length, tell the drafter; one record a row."""
-        ending = batch.ending
-        for chunk in batch.chunks:
-            chunk.row.computed += chunk.length
-        facts = [
-            self._commit(row, i, draft, verdict, decoded=i < len(batch.decoding))
-            for i, row in enumerate(batch.rows)
-        ]
-        for row in ending:
-            self.scheduler.publish(row)
-        clock.lap(None)
-        if scores.features is not None and isinstance(self.drafter, TakesFeatures):
-            self.drafter.absorb(spans(fed, scores.features))
-        self._tell_drafter(batch, verdict)
-        clock.lap("draft")
-        times, prefilled = clock.times(), sum(c.length for c in batch.chunks)
-        records = [
-            StepRecord(self.steps, *fact, len(batch.rows), prefilled, times) for fact in facts
-        ]
-        for row, record in zip(batch.rows, records, strict=True):
-            row.records.append(record)
-        self.steps += 1
-        return records
 
     def _commit(
         self, row: Sequence, i: int, draft: Draft, verdict: Verdict, *, decoded: bool

@@ -88,8 +88,8 @@ class FastPath:
         return True
 
     def _read(self, reading: Reading) -> list[StepOutput]:
+        self._reading = None  # whatever comes of it: rows that it did not open are read again
         outputs, seconds = reading.finish()
-        self._reading = None
         self.lane.skip(seconds)
         return outputs
 

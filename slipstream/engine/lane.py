@@ -1,11 +1,11 @@
 """The fast lane: decoding steps that run on the device, with the host one step behind.
 
 While requests decode, a step is one captured graph and the host's part (stops, text, streaming,
-admission) happens while the next one runs. A request that ends is noticed a step
-late and what it made meanwhile is discarded; its cache cells lie behind its verified tokens, and
-whoever gets its pages next writes later in stream order. Whatever the lane does not do
-(penalties, grammars, logprobs, preemption) drains it and takes the engine's own five lines; prompts
-are read beside it (`engine.reading`) or there.
+admission) happens while the next one runs. A request that ends is noticed a step late and what it
+made meanwhile is discarded; its cache cells lie behind its verified tokens, and whoever gets its
+pages next writes later in stream order. Whatever the lane does not do (penalties, grammars,
+logprobs, preemption) drains it and takes the engine's own five lines; prompts are read beside it
+(`engine.reading`) or there.
 
 A drafter that reads features takes those of a step in at the beginning of the next one. After the
 last step in flight there is none, so its features go to the host (`StepResult.features`), and the

@@ -110,7 +110,7 @@ class Scheduler:
         """Whether some running request's prompt is not read yet, or one waits to be let in."""
         if self.waiting and len(self.running) < self._max_users:
             return True
-        return not all(row.opened and row.pending == 1 for row in self.running)
+        return len(self.decoding) < len(self.running)
 
     @property
     def decoding(self) -> list[Sequence]:
